@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import pickle
 import re
+import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,6 +57,21 @@ def chunked(data, array):
     return chunks if data.draw(st.booleans()) else chunks.map_blocks(np.array)
 
 
+def places(data, *results):
+    """`out` for these results: none; memory that has other elements between those of a result, or not."""
+    if not data.draw(st.booleans()):
+        return None
+    step = data.draw(st.sampled_from([1, 2]))
+    return [np.full((*y.shape[:-1], y.shape[-1] * step), 99, y.dtype)[..., ::step] for y in results]
+
+
+def computed(y, out):
+    """The result in memory, which is `out` where that was given."""
+    y = y.compute()
+    assert out is None or y is out
+    return y
+
+
 def all_chunked(data, x):
     return [chunked(data, each) for each in x] if isinstance(x, list) else chunked(data, x)
 
@@ -71,10 +88,11 @@ def test_convolutions_in_any_chunks(case, data):
     lazy = {**arrays, "x": all_chunked(data, arrays["x"])}
     if case.residual:
         lazy["residual"] = chunked(data, arrays["residual"])
-    y = interop.conv(**lazy, **case.parameters)
+    (out,) = places(data, expected.astype(case.result_dtype)) or [None]
+    y = interop.conv(**lazy, **case.parameters, out=out)
     assert y.shape == expected.shape
     assert y.dtype == case.result_dtype
-    assert_exact(y.compute(), expected, case.result_dtype)
+    assert_exact(computed(y, out), expected, case.result_dtype)
 
 
 @share_of_examples(0.5)
@@ -82,9 +100,10 @@ def test_convolutions_in_any_chunks(case, data):
 def test_transposed_convolutions_in_any_chunks(case, data):
     arrays = case.arrays()
     expected = reference_gradients.conv_transpose(**arrays, **case.parameters)
-    y = interop.conv_transpose(**{**arrays, "x": all_chunked(data, arrays["x"])}, **case.parameters)
+    (out,) = places(data, expected.astype(case.result_dtype)) or [None]
+    y = interop.conv_transpose(**{**arrays, "x": all_chunked(data, arrays["x"])}, **case.parameters, out=out)
     assert y.shape == expected.shape
-    assert_exact(y.compute(), expected, case.result_dtype)
+    assert_exact(computed(y, out), expected, case.result_dtype)
 
 
 @share_of_examples(0.5)
@@ -92,11 +111,14 @@ def test_transposed_convolutions_in_any_chunks(case, data):
 def test_pooling_in_any_chunks(case, data):
     """A list gives a list, each image in chunks of its own."""
     x = case.arrays()["x"]
-    y = interop.max_pool(all_chunked(data, x), **case.parameters)
-    assert isinstance(y, list) == isinstance(x, list)
     expected = reference_gradients.max_pool(x, **case.parameters)
-    for one, wanted in zip(reference.sequence(y), reference.sequence(expected), strict=True):
-        assert_exact(one.compute(), wanted, case.dtype)
+    all_expected = reference.sequence(expected)
+    outs = places(data, *(wanted.astype(case.dtype) for wanted in all_expected))
+    out = outs[0] if outs and not isinstance(x, list) else outs
+    y = interop.max_pool(all_chunked(data, x), **case.parameters, out=out)
+    assert isinstance(y, list) == isinstance(x, list)
+    for one, wanted, own in zip(reference.sequence(y), all_expected, outs or [None] * len(all_expected), strict=True):
+        assert_exact(computed(one, own), wanted, case.dtype)
 
 
 @pytest.mark.parametrize("spatial", [(), (9,), (2, 3, 2, 3, 2)], ids=len)
@@ -149,9 +171,132 @@ def test_chunks_may_be_cupys():
     x, weight = integers(2, 4, 9, 10, dtype=np.float32), integers(3, 4, 3, 3, dtype=np.float32)
     on_gpu = da.from_array(target.to_device(x), chunks=(1, 2, 4, 10), asarray=False)
     for how in (dict(padding="same"), dict(padding=2, padding_mode="edge", stride=2)):
-        y = interop.conv(on_gpu, target.to_device(weight), **how)
+        y, expected = interop.conv(on_gpu, target.to_device(weight), **how), cupyconv.conv(x, weight, **how)
         assert isinstance(y._meta, target.xp.ndarray)
-        assert_exact(target.to_host(y.compute()), cupyconv.conv(x, weight, **how), np.float32)
+        assert_exact(target.to_host(y.compute()), expected, np.float32)
+        out = target.to_device(np.zeros_like(expected))
+        assert interop.conv(on_gpu, target.to_device(weight), **how, out=out).compute() is out
+        assert_exact(target.to_host(out), expected, np.float32)
+
+
+# --- results in one array -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image_and_result():
+    x, weight = integers(2, 3, 12, 14), integers(4, 3, 3, 3)
+    return x, weight, cupyconv.conv(x, weight, padding="same")
+
+
+def views_of(array, chunks):
+    """A Dask array whose chunks lie in this one."""
+    chunks = da.core.normalize_chunks(chunks, array.shape)
+    cut = lambda block_info: array[tuple(slice(*ends) for ends in block_info[None]["array-location"])]  # noqa: E731
+    return da.map_blocks(cut, chunks=chunks, dtype=array.dtype, meta=np.empty((0,) * array.ndim, array.dtype))
+
+
+def test_out_is_written_when_it_is_computed(image_and_result):
+    """By each chunk that is, and its memory is that of the chunks."""
+    x, weight, expected = image_and_result
+    out = np.full_like(expected, np.nan)
+    y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same", out=out)
+    assert np.isnan(out).all()
+    assert_exact(y[1, :, :3].compute(), expected[1, :, :3], np.float64)
+    is_left = np.isnan(out)
+    assert is_left[0].all() and is_left[:, :, 6:].all() and not is_left[1, :, :6].any()
+    kept = y.persist()
+    assert_exact(out, expected, np.float64)
+    is_view = kept.map_blocks(
+        lambda chunk: np.full((1,) * 4, np.shares_memory(chunk, out)), chunks=(1,) * 4, dtype=bool
+    )
+    assert is_view.compute().all()
+    out[...] = np.nan
+    assert y.compute() is out and not np.isnan(out).any()
+
+
+def test_what_is_made_of_a_result_in_out_is_apart(image_and_result):
+    x, weight, expected = image_and_result
+    out = np.empty_like(expected)
+    y = interop.conv(da.from_array(x, chunks=6), weight, padding="same", out=out)
+    assert_exact((y + 1).compute(), expected + 1, np.float64)
+    assert_exact(out, expected, np.float64)
+    for assigned in (y, interop.conv(da.from_array(x, chunks=6), weight, padding="same")):
+        assigned[:, 0] = 77
+        result = assigned.compute()
+        assert (result[:, 0] == 77).all() and not np.shares_memory(result, out)
+        assert_exact(result[:, 1:], expected[:, 1:], np.float64)
+        assert_exact(out, expected, np.float64)
+
+
+def test_out_may_lie_between_chunks_that_are_read_but_not_on_them(image_and_result):
+    """Other tasks read them, before and after."""
+    x, weight, expected = image_and_result
+    buffer = np.zeros((2, 8, 12, 14))
+    image = buffer[:, :3]
+    for first in (3, 2, 0):
+        image[...] = x
+        lazy = interop.conv(views_of(image, (1, 3, 6, 7)), weight, padding="same", out=buffer[:, first : first + 4])
+        if first == 3:
+            assert_exact(lazy.compute(), expected, np.float64)
+        else:
+            with pytest.raises(ValueError, match="out overlaps chunks of x"):
+                lazy.compute()
+
+
+def test_out_may_be_the_residual_and_not_beside_it(image_and_result):
+    x, weight, expected = image_and_result
+    lazy, residual = da.from_array(x, chunks=(1, 3, 6, 7)), integers(2, 5, 12, 14)
+    before = residual[:, :4].copy()
+    for out, chunks in ((residual[:, :4], (1, 4, 6, 7)), (residual[:, :4], (2, 2, 5, 14))):
+        out[...] = before
+        y = interop.conv(lazy, weight, padding="same", residual=views_of(residual[:, :4], chunks), out=out)
+        assert_exact(y.compute(), expected + before, np.float64)
+    beside = interop.conv(
+        lazy, weight, padding="same", residual=views_of(residual[:, :4], (1, 4, 6, 7)), out=residual[:, 1:]
+    )
+    with pytest.raises(ValueError, match="out overlaps residual"):
+        beside.compute()
+
+
+def test_out_is_not_sent_to_another_process(image_and_result):
+    """Which would write into a copy."""
+    x, weight, expected = image_and_result
+    out = np.empty_like(expected)
+    y = interop.conv(da.from_array(x, chunks=6), weight, padding="same", out=out)
+    with pytest.raises(TypeError, match="out is an array of this process"):
+        pickle.dumps(y)
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, results, scheduler):
+    """Tasks write into the array that is returned."""
+    x, weight, expected = image_and_result
+    y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same")
+    whole = y.compute(scheduler=scheduler)
+    assert_exact(whole, expected, np.float64)
+    assert whole.flags.c_contiguous and len(results) == 8
+    assert all(np.shares_memory(chunk, whole) for chunk in results)
+    assert not np.shares_memory(y.compute(scheduler=scheduler), whole)
+
+
+def test_a_result_is_in_memory_once():
+    x = da.ones((1, 1, 64, 256, 64), chunks=(1, 1, 64, 64, 64))
+    y = interop.conv(x, integers(1, 1, 1, 1, 1))
+    for compute, times in ((y.compute, 1), (partial(da.Array.compute, y), 2)):
+        tracemalloc.start()
+        compute()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert times - 0.1 < peak / y.nbytes < times + 0.9, "and what a task takes, and a chunk of ones"
+
+
+def test_where_no_array_can_be_shared_dask_joins_chunks(image_and_result, results):
+    """As it does for workers elsewhere, of which nobody knows what memory they write to."""
+    x, weight, expected = image_and_result
+    y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same")
+    whole = y.compute(scheduler=lambda graph, keys, **how: dask.get(graph, keys, **how))
+    assert_exact(whole, expected, np.float64)
+    assert len(results) == 8 and not any(np.shares_memory(chunk, whole) for chunk in results)
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------
@@ -194,6 +339,19 @@ def test_a_halo_is_only_what_is_read():
     assert lent == [(1, 1, 6, 64)] * 4
     source = np.zeros((1, 1, 32, 64))
     assert not any(np.shares_memory(piece, source) for cut, _ in dict(halo).values() for piece in cut(source))
+
+
+@pytest.fixture
+def results(monkeypatch):
+    """What tasks return."""
+    seen, run = [], Operation.__call__
+
+    def recorded(self, *args, **kwargs):
+        seen.append(run(self, *args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(Operation, "__call__", recorded)
+    return seen
 
 
 @pytest.fixture
@@ -311,6 +469,7 @@ def test_options_are_those_of_where_the_graph_was_made(seen):
         y = interop.conv(x, integers(1, 1, 3))
     with cupyconv.options(workspace_limit=54321):
         y.compute()
+        y.persist()
     assert {(settings.workspace_limit, settings.threads) for settings, _ in seen} == {(12345, 3)}
 
 
@@ -339,6 +498,10 @@ W = np.ones((3, 2, 3))
         (TypeError, r"prologue\[0\] must be an array in memory", lambda: interop.conv(X, W, prologue=(da.ones(2), None, None))),
         (TypeError, r"residual must be a Dask array", lambda: interop.conv(X, W, residual=np.ones((1, 3, 6)))),
         (ValueError, r"residual has shape \(1, 3, 8\), needed \(1, 3, 6\)", lambda: interop.conv(X, W, residual=da.ones((1, 3, 8)))),
+        (TypeError, r"out must be an array in memory", lambda: interop.conv(X, W, out=da.ones((1, 3, 6)))),
+        (TypeError, r"out has dtype float32, needed float64", lambda: interop.conv(X, W, out=np.ones((1, 3, 6), np.float32))),
+        (ValueError, r"out has shape \(1, 3, 8\), needed \(1, 3, 6\)", lambda: interop.conv(X, W, out=np.ones((1, 3, 8)))),
+        (ValueError, r"out is read-only", lambda: interop.conv(X, W, out=np.frombuffer(bytes(8 * 18)).reshape(1, 3, 6))),
         (ValueError, r"chunks of known size.*compute_chunk_sizes", lambda: interop.conv(X[:, :, X[0, 0] > 0], W)),
         (ValueError, r"takes 3 input channels", lambda: interop.conv(X, np.ones((3, 3, 3)))),
         (ValueError, r"implicit_gemm", lambda: interop.conv(X, W, method="implicit_gemm")),

@@ -21,6 +21,10 @@ unless ``options(threads=...)`` said more.  From a Zarr volume to another, of wh
     volume = dask.array.from_zarr("volume.zarr")  # (C, depth, height, width), in chunks of 64 or more along each axis
     conv(volume, weight, padding="same", activation="relu").to_zarr("result.zarr")
 
+A result that fits into memory is computed in one array, `out` or a new one: no chunk is copied to join it to others::
+
+    conv(volume, weight, padding="same", out=result).compute()
+
 `vjp`, `conv_chain` and recurrent layers are not here: `dask.array.map_blocks` does what needs no halo.
 """
 
@@ -33,6 +37,7 @@ from functools import partial
 from itertools import accumulate, product
 from math import isnan
 from typing import Any
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
@@ -45,6 +50,7 @@ from cupyconv.call.operation import CheckedCall
 from cupyconv.call.options import Settings, current_settings
 from cupyconv.interop.dask_axes import Axis, Need, axes_of
 from cupyconv.interop.dask_chunks import Block, Image
+from cupyconv.interop.dask_out import LazyArray, Out, WrittenArray
 from cupyconv.numpy.threads import BLAS
 from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 
@@ -63,6 +69,7 @@ def conv(
     residual: da.Array | None = None,
     prologue: PrologueLike | None = None,
     method: str = "auto",
+    out: Array | None = None,
 ) -> da.Array:
     """`cupyconv.conv` of Dask arrays, lazily.
 
@@ -75,18 +82,23 @@ def conv(
         As of `cupyconv.conv`: arrays in memory, of the library of x's chunks.  They are copied.
     residual : dask.array.Array, optional
         Of the result's shape, chunked in any way.
+    out : array, optional
+        As of `cupyconv.conv`, an array in memory: chunks are written into it when they are computed, by threads of this
+        process.  No chunk of an argument may be in its memory, or be computed from it, but those of `residual` may be exactly it.
 
     Returns
     -------
     dask.array.Array
         Chunked as x is, or the first of the sequence: chunks of the result are as large as those of x divided by the
         stride.  It has one chunk of channels, or with groups one for each chunk of x's channels that ends with a group.
+        With `out` its chunks are views of that, and ``compute()`` returns `out` itself.
 
     Raises
     ------
     TypeError, ValueError
         As `cupyconv.conv`, at once and not when the result is computed; TypeError where x or residual is not a Dask
-        array, or another argument is one; ValueError for chunks of unknown size.
+        array, or another argument is one; ValueError for chunks of unknown size.  When it is computed, TypeError for `out`
+        beside workers that are other processes, and ValueError where it shares memory with a chunk of an argument.
 
     Notes
     -----
@@ -102,6 +114,10 @@ def conv(
     >>> y = conv(x, np.ones((1, 1, 3)), padding="same")
     >>> y.chunks[-1], y.compute()[0, 0].tolist()
     ((4, 4, 4), [1.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0, 27.0, 30.0, 21.0])
+
+    >>> result = np.empty((1, 1, 10))
+    >>> conv(x, np.ones((1, 1, 3)), out=result).compute() is result
+    True
     """
     return _lazy(cupyconv.conv, "x", locals())
 
@@ -115,6 +131,7 @@ def linmerge(
     residual: da.Array | None = None,
     prologue: PrologueLike | None = None,
     method: str = "auto",
+    out: Array | None = None,
 ) -> da.Array:
     """`cupyconv.linmerge` of Dask arrays, lazily.
 
@@ -122,7 +139,7 @@ def linmerge(
     ----------
     xs : sequence of dask.array.Array, or one
         As of `cupyconv.linmerge`, each chunked in its own way, as for `conv`.
-    weight, bias, activation, residual, prologue, method
+    weight, bias, activation, residual, prologue, method, out
         As for `conv`.
 
     Returns
@@ -159,6 +176,7 @@ def conv_transpose(
     groups: int = 1,
     activation: ActivationLike = None,
     method: str = "auto",
+    out: Array | None = None,
 ) -> da.Array:
     """`cupyconv.conv_transpose` of Dask arrays, lazily.
 
@@ -168,6 +186,8 @@ def conv_transpose(
         As for `conv`.
     weight, bias, stride, padding, output_padding, output_shape, dilation, groups, activation, method
         As of `cupyconv.conv_transpose`: arrays in memory, of the library of x's chunks.
+    out : array, optional
+        As for `conv`.
 
     Returns
     -------
@@ -198,6 +218,7 @@ def max_pool(
     padding: Padding = 0,
     dilation: PerAxis = 1,
     ceil_mode: bool = False,
+    out: Array | Sequence[Array] | None = None,
 ) -> ArrayOrList:
     """`cupyconv.max_pool` of Dask arrays, lazily.
 
@@ -207,6 +228,8 @@ def max_pool(
         As of `cupyconv.max_pool`, each chunked in its own way.
     kernel_shape, stride, padding, dilation, ceil_mode
         As of `cupyconv.max_pool`.
+    out : array or sequence of arrays, optional
+        As for `conv`; a sequence where `x` is one.
 
     Returns
     -------
@@ -245,11 +268,13 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
     checked = checked_call(function, **stand_ins)
     if arguments.get("method", "auto") != "auto" and isinstance(xs[0]._meta, np.ndarray):
         checked.plan()  # refuses a method that does not apply
+    out = arguments.pop("out")
     arguments = deepcopy(arguments)  # what is written into a weight later is not what will be computed with
     if function is cupyconv.max_pool:
-        results = [_graph(function, checked, i, [x], None, arguments) for i, x in enumerate(xs)]
+        outs = out if listed and out is not None else [out] * len(xs)
+        results = [_graph(function, checked, i, [x], None, arguments, outs[i]) for i, x in enumerate(xs)]
         return results if listed else results[0]
-    return _graph(function, checked, 0, xs, residual, arguments)
+    return _graph(function, checked, 0, xs, residual, arguments, out)
 
 
 def _dask_array(name: str, x: Any) -> Any:
@@ -283,14 +308,16 @@ def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, An
     library = None if x is None else _library(x._meta)
 
     def checked(name: str, value: Any) -> Any:
-        if name == "prologue" and isinstance(value, (tuple, list)):
-            return tuple(checked(f"prologue[{i}]", part) for i, part in enumerate(value))
+        if name in ("prologue", "out") and isinstance(value, (tuple, list)):
+            return tuple(checked(f"{name}[{i}]", part) for i, part in enumerate(value))
         if isinstance(value, da.Array):
             raise TypeError(f"{name} must be an array in memory, given a Dask array: {name}.compute() makes one of it")
         if library and _library(value) and _library(value) != library:
             raise TypeError(
                 f"{name} is an array of {_library(value)}, chunks of x are {library}'s: both must be of one"
             )
+        if name.startswith("out") and _library(value):  # must be one that can be written to
+            return value if isinstance(value, np.ndarray) else np.empty(value.shape, value.dtype)
         return _stand_in(value)
 
     return {name: checked(name, value) for name, value in arguments.items()}
@@ -307,6 +334,7 @@ class _Call:
     keywords: dict[str, Any]  # arrays in memory among them
     settings: Settings
     likes: tuple[Any, ...]  # an empty array of each image's library and dtype, the residual's at the end
+    out: Out | None = None  # where all of the result is written
 
 
 @dataclass(frozen=True)
@@ -317,6 +345,7 @@ class _Part:
     residual: Block | None
     keywords: dict[str, Any]
     rows: dict[str, slice] | None  # the channels of arrays in memory, where the chunk has not all of them
+    region: tuple[slice, ...]  # where the chunk is in the result
 
     def __call__(self, call: _Call, chunks: list[Any]) -> Any:
         threads = call.settings.threads
@@ -337,6 +366,8 @@ class _Part:
                 keywords["residual"] = self.residual.of(each, call.likes[-1])
             if self.rows is not None:
                 keywords = self._with_rows(keywords)
+            if call.out is not None:
+                keywords["out"] = call.out.part(self.region, images, keywords.get("residual"))
             return call.function(images if len(images) > 1 else images[0], **keywords)
 
     def _with_rows(self, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -350,6 +381,34 @@ class _Part:
         return {**keywords, **some}
 
 
+@dataclass(frozen=True)
+class _Tasks:
+    """The tasks of a result, by the numbers of its chunks: each with the keys of what it reads."""
+
+    call: _Call
+    parts: dict[tuple[int, ...], tuple[_Part, list[Any]]]
+    read: HighLevelGraph  # the arrays that are given, and halos of them
+    layers_read: set[str]
+    chunks: tuple[tuple[int, ...], ...]
+    meta: Any
+
+    def array(self, token: str, out: Any = None) -> da.Array:
+        """The result, in chunks of their own or in `out`."""
+        name, common = f"{self.call.function.__name__}-{token}", f"call-{token}"
+        call = self.call if out is None else replace(self.call, out=Out(out))
+        layer = {(name, *numbers): (part, common, keys) for numbers, (part, keys) in self.parts.items()}
+        layers = {**self.read.layers, common: MaterializedLayer({common: call}), name: MaterializedLayer(layer)}
+        needed = {**self.read.dependencies, common: set(), name: {common, *self.layers_read}}
+        arguments = HighLevelGraph(layers, needed), name, self.chunks
+        if call.out is None:
+            return LazyArray.of(self.into, *arguments, meta=self.meta)
+        return WrittenArray.of(call.out, *arguments, meta=self.meta)
+
+    def into(self, out: Any) -> da.Array:
+        """The result in `out`.  It is like no other: one that has been computed already has not written there."""
+        return self.array(uuid4().hex, out)
+
+
 def _graph(
     function: Callable[..., Any],
     checked: CheckedCall,
@@ -357,10 +416,11 @@ def _graph(
     xs: Sequence[da.Array],
     residual: da.Array | None,
     arguments: dict[str, Any],
+    out: Any,
 ) -> da.Array:
     """The result number `which` of a checked call, of chunks of these images."""
     token = tokenize(function.__name__, which, xs, residual, arguments, current_settings())
-    name, halo, common = f"{function.__name__}-{token}", f"halo-{token}", f"call-{token}"
+    halo = f"halo-{token}"
     given = [*xs, *([] if residual is None else [residual])]
     images = [Image(number, x, halo) for number, x in enumerate(given)]
     fixed = {key: value for key, value in arguments.items() if key not in _GEOMETRY}
@@ -371,34 +431,34 @@ def _graph(
     merged = [0, *accumulate(x.shape[channel] for x in xs)]
     borders = [*images[0].borders]
     borders[channel] = [first + border for first, image in zip(merged, images) for border in image.borders[channel]]
-    parts = [axis.cut(own) for axis, own in zip(axes, borders)]
-    needs = [[axis.need(*part) for part in own] for axis, own in zip(axes, parts)]
+    ranges = [axis.cut(own) for axis, own in zip(axes, borders)]
+    needs = [[axis.need(*part) for part in own] for axis, own in zip(axes, ranges)]
 
-    layer: dict[Any, Any] = {}
-    for numbers in product(*(range(len(own)) for own in parts)):
-        out = [own[number] for own, number in zip(parts, numbers)]
+    parts: dict[tuple[int, ...], tuple[_Part, list[Any]]] = {}
+    for numbers in product(*(range(len(own)) for own in ranges)):
+        lies = [own[number] for own, number in zip(ranges, numbers)]
         need = [own[number] for own, number in zip(needs, numbers)]
         blocks, keys = _merged_blocks(images[: len(xs)], merged, axes, need, channel)
         added = None
         if residual is not None:
-            lengths = [stop - first for first, stop in out]
-            added, of_it = images[-1].block(lengths, [images[-1].runs(i, part) for i, part in enumerate(out)])
+            lengths = [stop - first for first, stop in lies]
+            added, of_it = images[-1].block(lengths, [images[-1].runs(i, part) for i, part in enumerate(lies)])
             keys += of_it
         keywords = _of_block(function, need[channel + 1 :])
         rows = None
-        if len(parts[channel]) > 1:
+        if len(ranges[channel]) > 1:
             if "groups" in arguments:
-                keywords["groups"] = axes[channel].groups_in(out[channel])
-            rows = _rows(function, slice(need[channel].first, need[channel].stop), slice(*out[channel]))
-        layer[(name, *numbers)] = (_Part(blocks, added, keywords, rows), common, keys)
+                keywords["groups"] = axes[channel].groups_in(lies[channel])
+            rows = _rows(function, slice(need[channel].first, need[channel].stop), slice(*lies[channel]))
+        region = tuple(slice(*part) for part in lies)
+        parts[numbers] = _Part(blocks, added, keywords, rows, region), keys
 
     cuts = {key: (cut, cut.chunk) for image in images for key, cut in image.cuts.items()}
-    graph = HighLevelGraph.from_collections(halo, cuts, dependencies=given)
-    layers = {**graph.layers, common: MaterializedLayer({common: call}), name: MaterializedLayer(layer)}
-    needed = {**graph.dependencies, common: set(), name: {halo, common, *(x.name for x in given)}}
-    chunks = tuple(tuple(stop - first for first, stop in own) for own in parts)
+    read = HighLevelGraph.from_collections(halo, cuts, dependencies=given)
+    chunks = tuple(tuple(stop - first for first, stop in own) for own in ranges)
     meta = np.empty_like(xs[0]._meta, shape=(0,) * len(chunks), dtype=checked.results[which].dtype)
-    return da.Array(HighLevelGraph(layers, needed), name, chunks, meta=meta)
+    tasks = _Tasks(call, parts, read, {halo, *(x.name for x in given)}, chunks, meta)
+    return tasks.array(token) if out is None else tasks.into(out)
 
 
 #: Arguments that say which elements are read: of each block its own.

@@ -1,0 +1,93 @@
+"""A result in one array: tasks write their chunks where these lie in it, and nobody joins chunks afterwards.
+
+::
+
+    out        |........|........|........|        a task computes its chunk here: a view of `out`
+    tasks          0        1        2             in any order, by threads of this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import dask.array as da
+import dask.local
+import dask.threaded
+import numpy as np
+from dask.base import get_scheduler
+
+from cupyconv.call.aliasing import OutMemory
+from cupyconv.call.dispatch import backend_for
+
+
+class Out:
+    """The array, in the graph of a result.  It is not sent to another process: what is written there would be lost."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def part(self, region: tuple[slice, ...], images: Sequence[Any], residual: Any) -> Any:
+        """Where a chunk is written.  Other tasks write beside it: nothing that this one reads may be there.
+
+        A residual may be what is written, and that alone: it is read element by element, just before.
+        """
+        part = self.array[region]
+        read = {f"chunks of x ({i})": image for i, image in enumerate(images)}
+        if residual is not None and not _are_the_same(residual, part):
+            read["residual"] = residual
+        arrays = {"out": self.array, **read}
+        OutMemory(arrays, ["out"], "residual").check(tuple(arrays.values()), backend_for(arrays))
+        return part
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "out is an array of this process, and a graph with it cannot be sent to another: compute it with"
+            " scheduler='threads', or leave out away and store the result (to_zarr, dask.array.store)"
+        )
+
+
+def _are_the_same(a: Any, b: Any) -> bool:
+    address = backend_for({"a": a, "b": b}).address
+    return (a.shape, a.strides, address(a)) == (b.shape, b.strides, address(b))
+
+
+class WrittenArray(da.Array):
+    """A result whose chunks are views of `out`: computed whole it is `out`.  What is made of it is an ordinary Dask array."""
+
+    _out: Out
+    _unchanged: str  # its name: another one, where somebody has assigned to the array, as Dask allows
+
+    @classmethod
+    def of(cls, out: Out, *args: Any, **kwargs: Any) -> WrittenArray:
+        array = cls(*args, **kwargs)
+        array._out, array._unchanged = out, array.name
+        return array
+
+    def __dask_postcompute__(self) -> Any:
+        return (_whole, (self._out,)) if self.name == self._unchanged else super().__dask_postcompute__()
+
+
+def _whole(chunks: Any, out: Out) -> Any:
+    return out.array
+
+
+class LazyArray(da.Array):
+    """A result that is computed whole into one array where it can be: else one thread joins copies of all chunks."""
+
+    _into: Callable[[Any], da.Array]
+    _unchanged: str
+
+    @classmethod
+    def of(cls, into: Callable[[Any], da.Array], *args: Any, **kwargs: Any) -> LazyArray:
+        array = cls(*args, **kwargs)
+        array._into, array._unchanged = into, array.name
+        return array
+
+    def compute(self, **kwargs: Any) -> Any:
+        """As that of any Dask array."""
+        by = get_scheduler(scheduler=kwargs.get("scheduler"), collections=[self])
+        is_here = by in (dask.threaded.get, dask.local.get_sync) and type(self._meta) is np.ndarray
+        if is_here and self.name == self._unchanged and self.npartitions > 1:
+            return self._into(np.empty(self.shape, self.dtype)).compute(**kwargs)
+        return super().compute(**kwargs)
