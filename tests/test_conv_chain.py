@@ -623,6 +623,20 @@ def test_an_image_beyond_the_limit_is_said():
     assert any("beyond the workspace limit" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+def test_images_beyond_the_limit_are_said_and_tiles_keep_within_it(fuse):
+    """As the page about memory says: of the images of one sample alone, which tiles need not."""
+    x, limit = np.ones((2, 16, 64, 64), np.float32), 1 << 18
+    layers, out = [ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)] * 3, np.empty_like(x)
+    with cupyconv.options(workspace_limit=limit, threads=2):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse, out=out)
+        cupyconv.conv_chain(x, layers, fuse=fuse, out=out)
+        peak = peak_bytes(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
+    assert any("beyond the workspace limit" in note for note in plan.notes) == (fuse is False)
+    assert (plan.workspace_bytes <= limit) == fuse
+    assert peak <= plan.workspace_bytes + 100_000  # objects of Python
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 
