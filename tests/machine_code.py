@@ -11,7 +11,12 @@ A launch's line says what it takes of a multiprocessor, how many operations it d
 cache for, and counts its instructions.  A "-" stands where a launch has no tiles of its own: threads of "direct", depthwise,
 pooling, im2col and col2im kernels read single windows, which meet in the L1 cache as blocks happen to run beside each other.  Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
 block that every way to the branch has passed.  Counts are of the code as it lies there: which of two branches runs,
-and how often, it does not say, and a function that is called counts once, with the whole.
+and how often, they do not say, and a function that is called counts once, with the whole.
+
+"round" is what a warp issues on one way around a loop, loops inside it once: of the ways with the most products, and of these
+with the most accesses of global memory, stores to shared memory and barriers, one with the fewest calls, then instructions.
+Around the loop of a GEMM that is a K-slab, around that of a recurrent layer a step, in which nothing rare happens; of complex64
+alone a slab of which some sums overflow, as these are multiplied twice.
 
 The compiler is that of `tests.nvrtc`.  The disassembler comes in the wheel ``nvidia-cuda-nvdisasm``; one on PATH
 serves too.  machine_code.json has the figures of typical calls as they were last written, and
@@ -32,6 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +72,8 @@ KINDS = {
 }
 COUNTED = ("instructions", *KINDS)
 _KINDS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
+#: What brings a slab to where it is multiplied, barriers included: what is loaded from there once more is not among it.
+_BRINGS = re.compile(rf"{KINDS['global']}|{KINDS['copy']}|{KINDS['barrier']}|STS\b")
 
 
 @dataclass(frozen=True)
@@ -77,17 +85,23 @@ class Instruction:
     targets: tuple[str, ...]
 
     @property
-    def kinds(self) -> Iterator[str]:
+    def kinds(self) -> frozenset[str]:
         """Which of `KINDS` it counts for; a division of integers takes a reciprocal too, or a call where they have 64 bits."""
-        return (kind for kind, pattern in _KINDS.items() if pattern.match(self.name))
+        return _kinds(self.name)
+
+
+@cache
+def _kinds(name: str) -> frozenset[str]:
+    return frozenset(kind for kind, pattern in _KINDS.items() if pattern.match(name))
 
 
 @dataclass(frozen=True)
 class Loop:
-    """`depth` is the number of loops around it; `counts` has "instructions" and, of `KINDS`, what occurs."""
+    """`depth` is the number of loops around it; `counts` has "instructions" and, of `KINDS`, what occurs; `round` on one way around."""
 
     depth: int
     counts: Counter[str]
+    round: Counter[str]
 
 
 _LABEL = re.compile(r"^([.$\w]+):$")
@@ -105,11 +119,11 @@ class Listing:
                 self._labels[label[1]] = len(self.instructions)
             elif found := _INSTRUCTION.match(line):
                 guard, name, operands = found[1], found[2], found[3]
-                # A branch may have a condition among its operands; that of a whole warp is one.
+                # A branch may have a condition among its operands; that of a whole warp is one.  A call of a part of the
+                # same function is one too, which a warp may take from within a loop to where that ends.
                 conditional = guard is not None or re.match(r"\s*!?U?P\d", operands) is not None or ".DIV" in name
-                targets = (
-                    re.findall(r"(\.L_x_\d+)", operands + found[4]) if name.startswith(("BRA", "BRX", "JMP")) else ()
-                )
+                goes = name.startswith(("BRA", "BRX", "JMP", "CALL"))
+                targets = re.findall(r"(\.L_x_\d+)", operands + found[4]) if goes else ()
                 if name != "NOP":
                     self.instructions.append(Instruction(name, conditional, tuple(targets)))
 
@@ -121,29 +135,71 @@ class Listing:
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """Every loop in the order of the code, an outer one before those inside."""
-        bodies = sorted(self._bodies(), key=lambda body: (min(body), -len(body)))
-        loops = (Loop(sum(body < other for other in bodies), self.counts(body)) for body in bodies)
+        bodies = sorted(self._bodies.items(), key=lambda each: (min(each[1]), -len(each[1])))
+        others = self._bodies.values()
+        loops = (
+            Loop(sum(body < other for other in others), self.counts(body), self.counts(self._round(head, body)))
+            for head, body in bodies
+        )
         return tuple(loop for loop in loops if loop.counts["instructions"] > 1)  # code ends with a jump to itself
 
-    def _bodies(self) -> list[frozenset[int]]:
-        """Of every block that is jumped back to, all instructions from which its loop goes on."""
-        successors = [list(self._successors(i)) for i in range(len(self.instructions))]
-        predecessors: dict[int, list[int]] = defaultdict(list)
-        for i, following in enumerate(successors):
+    @cached_property
+    def _following(self) -> list[list[int]]:
+        return [list(self._successors(i)) for i in range(len(self.instructions))]
+
+    @cached_property
+    def _preceding(self) -> dict[int, list[int]]:
+        preceding: dict[int, list[int]] = defaultdict(list)
+        for i, following in enumerate(self._following):
             for j in following:
-                predecessors[j].append(i)
-        order = _reverse_postorder(successors, [i for i in range(len(successors)) if not predecessors[i]] or [0])
-        dominators = _dominators(order, predecessors)
+                preceding[j].append(i)
+        return preceding
+
+    @cached_property
+    def _order(self) -> list[int]:
+        entries = [i for i in range(len(self.instructions)) if not self._preceding[i]] or [0]
+        return _reverse_postorder(self._following, entries)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {i: at for at, i in enumerate(self._order)}
+
+    @cached_property
+    def _bodies(self) -> dict[int, frozenset[int]]:
+        """Every block that is jumped back to -> all instructions from which its loop goes on."""
+        dominators = _dominators(self._order, self._preceding)
         bodies: dict[int, set[int]] = {}
-        for i in order:
-            for head in successors[i]:
+        for i in self._order:
+            for head in self._following[i]:
                 if _dominates(head, i, dominators):
                     body, pending = bodies.setdefault(head, {head}), [i]
                     while pending:
                         if (j := pending.pop()) not in body:
                             body.add(j)
-                            pending += predecessors[j]
-        return [frozenset(body) for body in bodies.values()]
+                            pending += self._preceding[j]
+        return {head: frozenset(body) for head, body in bodies.items()}
+
+    def _round(self, head: int, body: frozenset[int]) -> list[int]:
+        """A way from a loop's head back to it: the most products, then the most of `_BRINGS`, the fewest calls, the shortest.
+
+        Where there are products of matrices, no others count: an activation takes some of these too.
+        """
+        place = self._place
+        best: dict[int, tuple[int, ...]] = {head: (0, 0, 0, 0)}
+        before: dict[int, int] = {}
+        products = "mma" if self.counts(body)["mma"] else "fma"
+        for i in sorted(body, key=lambda j: place[j]):
+            if i != head:
+                known = [j for j in self._preceding[i] if j in best and place[j] < place[i]]
+                before[i] = max(known, key=best.__getitem__)
+                best[i] = best[before[i]]
+            kinds = self.instructions[i].kinds
+            gain = products in kinds, bool(_BRINGS.match(self.instructions[i].name)), -("call" in kinds), -1
+            best[i] = tuple(map(add, best[i], gain))
+        way = [max((i for i in body if head in self._following[i]), key=best.__getitem__)]
+        while way[-1] != head:
+            way.append(before[way[-1]])
+        return way
 
     def _successors(self, i: int) -> Iterator[int]:
         """A call is followed by what stands behind it; so is a barrier of a diverged warp."""
@@ -250,15 +306,19 @@ class Figures:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What machine_code.json keeps: of the loops the one of which products are the largest part."""
+        """What machine_code.json keeps: of the loops the one of which products are the largest part, and of those that are in
+        no other a round of the one that multiplies most.
+        """
         loops = [loop.counts for loop in self.listing.loops]
         inner = max(
             loops, key=lambda n: (n["mma"] / n["instructions"], n["fma"] / n["instructions"]), default=Counter()
         )
+        rounds = [loop.round for loop in self.listing.loops if loop.depth == 0]
+        most = max(rounds, key=lambda n: (n["mma"], n["fma"]), default=Counter())
         known = {"registers": self.registers, "spills": self.spills, "shared": self.shared, "blocks": self.blocks}
         known |= {} if self.flops_per_l2_byte is None else {"FLOP/B": self.flops_per_l2_byte}
         code = self.listing.counts()
-        return {**known, "code": _in_order(code), "inner loop": _in_order(inner)}
+        return {**known, "code": _in_order(code), "round": _in_order(most), "inner loop": _in_order(inner)}
 
 
 def _in_order(counts: Counter[str]) -> dict[str, int]:
@@ -396,12 +456,12 @@ def _counted(counts: Counter[str]) -> str:
 def _print_figures(name: str, found: Figures) -> None:
     blocks = "-" if found.blocks is None else found.blocks
     intensity = "-" if found.flops_per_l2_byte is None else f"{found.flops_per_l2_byte:g}"
-    taken = f"{found.registers:>9} {found.spills:>6} {found.shared:>7,} {blocks:>6} {intensity:>6}"
+    taken = f"{found.registers:>9} {found.spills:>6} {found.shared:>7,} {blocks:>6} {intensity:>6} {'':>6}"
     if name:
         print(name)
     print(f"  {found.kernel!s:<46} {found.arch:>6} {taken}  {_counted(found.listing.counts())}")
     for loop in found.listing.loops:
-        print(f"  {'  ' * (loop.depth + 1) + 'loop':<93}{_counted(loop.counts)}")
+        print(f"  {'  ' * (loop.depth + 1) + 'loop':<91}{loop.round['instructions']:>7}  {_counted(loop.counts)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -427,7 +487,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     counted = " ".join(f"{column:>5}" for column in COUNTED)
     print(
-        f"  {'kernel':<46} {'arch':>6} {'registers':>9} {'spills':>6} {'shared':>7} {'blocks':>6} {'FLOP/B':>6}  {counted}"
+        f"  {'kernel':<46} {'arch':>6} {'registers':>9} {'spills':>6} {'shared':>7} {'blocks':>6} {'FLOP/B':>6} {'round':>6}  {counted}"
     )
     for arch in given.arch.split(","):
         if given.every:

@@ -24,6 +24,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.cuda.plan import implicit_gemm
 from cupyconv.cuda.plan.arithmetic import FIRST_MMA
+from cupyconv.cuda.plan.occupancy import blocks_that_fit
 from cupyconv.cuda.plan.packed_weight import group_runs
 from cupyconv.problem.machine import KNOWN_GPUS
 from cupyconv.problem.plan import KernelLaunch
@@ -685,6 +686,13 @@ def plan_for(on, dtype="float32", *, tf32=False, limit=None, outputs=64):
 
 def arithmetic_of(plan):
     return dict(product_of(plan).kernel.macros)["ARITHMETIC"]
+
+
+@pytest.mark.parametrize("on", ["sm_86", "sm_89", "sm_120"])
+def test_a_multiprocessor_of_100_kib_holds_two_large_tiles(on):
+    """Of 16-bit types and TF32, of whose threads each may take 128 registers."""
+    taken = {implicit_gemm.shared_bytes((128, 128), arithmetic, "float32") for arithmetic in ("MMA", "TF32")}
+    assert [blocks_that_fit(128, implicit_gemm.TILES[128, 128], bytes_, KNOWN_GPUS[on]) for bytes_ in taken] == [2]
 
 
 @pytest.mark.parametrize("on", KNOWN_GPUS)

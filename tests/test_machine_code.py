@@ -8,8 +8,14 @@ lest they get lost.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from cupyconv.cuda.plan import cost, implicit_gemm
+from cupyconv.cuda.plan.launches import WARP
+from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
+from cupyconv.problem.arrays import ITEMSIZE
 from tests import machine_code, nvrtc
 
 nvrtc.require(machine_code.unavailable)
@@ -40,12 +46,34 @@ def worse(now: dict, before: dict) -> list[str]:
         for name in ("blocks", "FLOP/B")
         if name in before and now.get(name, 0) < before[name]
     ]
-    for part in ("code", "inner loop"):
+    for part in ("code", "round", "inner loop"):
         for kind, count in now[part].items():
             known = before[part].get(kind, 0)
             if count > known + max(4, known // 10):
                 found.append(f"{kind} of {part} {count}, were {known}")
     return found
+
+
+def test_the_model_knows_what_a_warp_issues_for_a_slab():
+    """Of each implicit GEMM that is written down, within an eighth: its products, a round at a time."""
+    compared = set()
+    for call in machine_code.written().values():
+        for name, figures in call["sm_90"].items():
+            kernel, *macros = re.findall(r"\w+", name)
+            if kernel != "implicit_gemm" or macros[0] == "complex64":  # a round of that multiplies twice
+                continue
+            dtype, arithmetic, *size, gather = macros
+            tile, itemsize = (int(size[0]), int(size[1])), ITEMSIZE[dtype]
+            warps = (implicit_gemm.TILES | implicit_gemm.WIDE_TILES)[tile] // WARP
+            one = {2: 16, 4: 8, 8: 4}[itemsize] * 16 * 8 * warps  # multiply-adds of an instruction of each warp
+            parts = 3 if arithmetic == "TF32X3" else 1
+            products = parts * tile[0] * tile[1] * (SLAB_BYTES // itemsize) // one
+            once, inner = figures["round"], figures["inner loop"]
+            slab = once["instructions"] + (products - once["mma"]) // inner["mma"] * inner["instructions"]
+            known = cost.ISSUED[arithmetic, itemsize, gather][tile]
+            assert abs(slab - known) <= known / 8, f"{name}: {slab} where the model has {known}"
+            compared.add((arithmetic, itemsize))
+    assert compared == {("MMA", 2), ("TF32", 4), ("TF32X3", 4), ("MMA", 8)}
 
 
 def test_what_is_worse_is_found():
@@ -54,11 +82,14 @@ def test_what_is_worse_is_found():
         "blocks": 2,
         "FLOP/B": 96.0,
         "code": {"instructions": 1000},
+        "round": {"instructions": 300, "mma": 64},
         "inner loop": {"instructions": 100, "mma": 16},
     }
     assert worse(figures, figures) == []
     assert worse({**figures, "spills": 8, "blocks": 1}, figures) == ["spills 8, were 0", "blocks 1, were 2"]
     assert worse({**figures, "FLOP/B": 64.0}, figures) == ["FLOP/B 64.0, were 96.0"]
+    longer = {"instructions": 331, "mma": 64}
+    assert worse({**figures, "round": longer}, figures) == ["instructions of round 331, were 300"]
     slower = {"instructions": 111, "mma": 16, "float64": 5}
     assert worse({**figures, "inner loop": slower}, figures) == [
         "instructions of inner loop 111, were 100", "float64 of inner loop 5, were 0"
@@ -120,4 +151,60 @@ kernel:
     )
     (loop,) = listing.loops
     assert loop.counts == {"instructions": 4, "reciprocal": 1}
+    assert loop.round == {"instructions": 2}  # without the reciprocal
     assert listing.counts()["instructions"] == 8
+
+
+def test_a_round_multiplies_and_loads_the_most_on_the_shortest_way():
+    """Of three ways to load the one that loads as often and takes fewer instructions; the ways past a load, or past all of them, are no round."""
+    listing = machine_code.Listing(
+        """
+kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0008*/               @P0 BRA `(.L_x_5) ;
+        /*0010*/               @P1 BRA `(.L_x_2) ;
+        /*0020*/               @P2 BRA `(.L_x_3) ;
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0040*/                   IMAD R2, R3, R4, R2 ;
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R1+0x10], [R2.64] ;
+        /*0060*/                   BRA `(.L_x_4) ;
+.L_x_2:
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R1+0x10], [R2.64] ;
+        /*0090*/                   BRA `(.L_x_4) ;
+.L_x_3:
+        /*00a0*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+.L_x_4:
+        /*00b0*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*00c0*/               @P3 BRA `(.L_x_4) ;
+.L_x_5:
+        /*00d0*/               @P4 BRA `(.L_x_1) ;
+        /*00e0*/                   EXIT ;
+"""
+    )
+    outer, inner = listing.loops
+    assert outer.round == {"instructions": 8, "copy": 2, "mma": 1}
+    assert inner.round == inner.counts == {"instructions": 2, "mma": 1}
+    assert outer.counts["instructions"] == 14
+
+
+def test_a_part_of_the_function_that_is_called_is_a_branch():
+    """As ptxas has it on sm_80: without its edge the loop behind it could be entered in its midst."""
+    listing = machine_code.Listing(
+        """
+kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/               @P0 CALL.REL.NOINC `(.L_x_2) ;
+        /*0020*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0030*/                   BSYNC B0 ;
+.L_x_3:
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/                   CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64) ;
+        /*0060*/                   EXIT ;
+"""
+    )
+    (loop,) = listing.loops
+    assert loop.counts == {"instructions": 4, "call": 1} and loop.round["instructions"] == 3

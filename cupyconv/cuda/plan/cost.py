@@ -25,7 +25,7 @@ GENERAL = 0.06
 #: implicit_gemm.cu, by its tile: where a warp's part is smaller, it loads each fragment for fewer products.
 IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.85}
 #: What a warp of implicit_gemm.cu issues for a K-slab, by arithmetic, bytes of an element, gather and tile: counted in its
-#: machine code for sm_90, on the way that is nearly always taken.
+#: machine code for sm_90, on the way that is nearly always taken; today's is within an eighth of it (tests/test_machine_code.py).
 ISSUED = {
     ("MMA", 2, "ALONG_PIXELS"): {(64, 64): 303, (128, 128): 250},
     ("MMA", 2, "PIXEL_CHUNKS"): {(64, 64): 100, (128, 128): 134, (64, 256): 185, (128, 256): 180},
@@ -39,9 +39,9 @@ ISSUED = {
     ("TF32X3", 8, "ALONG_PIXELS"): {(64, 64): 553},
     ("TF32X3", 8, "PIXEL_CHUNKS"): {(64, 64): 507},
     ("TF32X3", 8, "ALONG_CHANNELS"): {(64, 64): 517},
-    ("MMA", 8, "ALONG_PIXELS"): {(64, 64): 148, (128, 128): 201},
+    ("MMA", 8, "ALONG_PIXELS"): {(64, 64): 167, (128, 128): 201},
     ("MMA", 8, "PIXEL_CHUNKS"): {(64, 64): 102, (128, 128): 144},
-    ("MMA", 8, "ALONG_CHANNELS"): {(64, 64): 112, (128, 128): 157},
+    ("MMA", 8, "ALONG_CHANNELS"): {(64, 64): 123, (128, 128): 157},
     ("FMA", 4, "ALONG_PIXELS"): {(64, 64): 649, (128, 128): 1179},
     ("FMA", 4, "PIXEL_CHUNKS"): {(64, 64): 615, (128, 128): 1143},
     ("FMA", 4, "ALONG_CHANNELS"): {(64, 64): 677, (128, 128): 1171},
