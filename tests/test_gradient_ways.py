@@ -373,3 +373,10 @@ def test_ways_that_were_measured_to_be_best(name, shape, kernel):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **window)
     assert {loop.name for loop in loops_of(plan)} == {name}, plan
     assert is_exchanged(plan) == (kernel[0] < kernel[1])
+
+
+def test_a_sum_over_no_samples_is_zero(fresh, monkeypatch):
+    only(monkeypatch, GradientChannels)
+    x, grad, out = np.ones((0, 6, 9, 9)), np.ones((0, 4, 7, 7)), np.full((4, 6, 3, 3), np.nan)
+    cupyconv.conv_grad_weight(grad, x, (3, 3), method="gemm", out=out)
+    assert not out.any()
