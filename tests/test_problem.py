@@ -551,6 +551,9 @@ def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
     assert (back.flops, back.minimal_bytes) == (4 * 30, 4 * (3 * 30 + 3 + 6))  # with the sums of scale and shift
     sums = EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False, "sums": True}, on).plan()
     assert (sums.flops, sums.minimal_bytes) == (30, 4 * (30 + 3))
+    both = {"saved": grad, "through": True, "sums": True, "activation": "relu"}
+    back = EPILOGUE_GRADIENT.checked(usual | both, on).plan()
+    assert (back.flops, back.minimal_bytes) == (2 * 30, 4 * (3 * 30 + 3))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
