@@ -20,6 +20,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cached_property
 from itertools import count
 from threading import RLock
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -231,6 +232,18 @@ def _begin_process() -> None:
     _lock = RLock()
     for forms in _forms.values():
         forms._lock = RLock()
+    for cached in _cached_properties():
+        if hasattr(cached, "lock"):  # Python 3.11: one for all objects of a class, held while the value is worked out
+            cached.lock = RLock()
+
+
+def _cached_properties() -> Iterator[cached_property[Any]]:
+    """Those of all our classes."""
+    package = __name__.partition(".")[0] + "."
+    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
+        for kind in list(vars(module).values()):
+            if isinstance(kind, type):
+                yield from (value for value in vars(kind).values() if isinstance(value, cached_property))
 
 
 if hasattr(os, "register_at_fork"):
