@@ -43,7 +43,7 @@ class Out:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "out is an array of this process, and a graph with it cannot be sent to another: compute it with"
-            " scheduler='threads', or leave out away and store the result (to_zarr, dask.array.store)"
+            " scheduler='threads', or make it without out and store the result (to_zarr, dask.array.store)"
         )
 
 
