@@ -6,7 +6,9 @@ import doctest
 import pickle
 import re
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -288,6 +290,28 @@ def test_a_result_is_in_memory_once():
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert times - 0.1 < peak / y.nbytes < times + 0.9, "and what a task takes, and a chunk of ones"
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_a_pool_of_processes_is_given_no_array_to_write_to(image_and_result, in_config):
+    """Dask's scheduler of threads takes such a pool too."""
+    x, weight, expected = image_and_result
+    y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 14)), weight, padding="same")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        given = {"pool": pool}
+        with dask.config.set(given if in_config else {}):
+            whole = y.compute(scheduler="threads", **{} if in_config else given)
+    assert_exact(whole, expected, np.float64)
+
+
+def test_a_copy_by_numpy_is_not_out(image_and_result):
+    x, weight, expected = image_and_result
+    out = np.empty_like(expected)
+    y = interop.conv(da.from_array(x, chunks=6), weight, padding="same", out=out)
+    assert np.asarray(y) is out
+    for array in (np.array(y), np.array(y, np.float32)):
+        assert not np.shares_memory(array, out)
+        assert_exact(array, expected, array.dtype)
 
 
 def test_where_no_array_can_be_shared_dask_joins_chunks(image_and_result, results):

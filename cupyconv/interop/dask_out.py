@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any, NoReturn
 
+import dask
 import dask.array as da
 import dask.local
 import dask.threaded
@@ -67,6 +70,10 @@ class WrittenArray(da.Array):
     def __dask_postcompute__(self) -> Any:
         return (_whole, (self._out,)) if self.name == self._unchanged else super().__dask_postcompute__()
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """`out` itself, or where NumPy wants a copy one: it makes none of what is returned here."""
+        return np.array(self.compute(), dtype, copy=copy)
+
 
 def _whole(chunks: Any, out: Out) -> Any:
     return out.array
@@ -87,7 +94,9 @@ class LazyArray(da.Array):
     def compute(self, **kwargs: Any) -> Any:
         """As that of any Dask array."""
         by = get_scheduler(scheduler=kwargs.get("scheduler"), collections=[self])
-        is_here = by in (dask.threaded.get, dask.local.get_sync) and type(self._meta) is np.ndarray
-        if is_here and self.name == self._unchanged and self.npartitions > 1:
+        pool = kwargs.get("pool") or dask.config.get("pool", None)
+        is_of_threads = pool is None or isinstance(pool, (ThreadPool, ThreadPoolExecutor))  # it may be one of processes
+        is_here = by is dask.local.get_sync or (by is dask.threaded.get and is_of_threads)
+        if is_here and type(self._meta) is np.ndarray and self.name == self._unchanged and self.npartitions > 1:
             return self._into(np.empty(self.shape, self.dtype)).compute(**kwargs)
         return super().compute(**kwargs)
