@@ -342,6 +342,13 @@ def test_strips_of_which_elements_fill_vectors(shape, kernel, settings, dtype, w
     assert strips.strip_of(step.geometry, "float32").is_turned
 
 
+def test_strips_of_rows_without_pixels(fresh, monkeypatch):
+    monkeypatch.setattr(weight_gradient, "METHODS", {"gemm": Method((strips.GradientStrips,))})
+    x, grad = np.ones((1, 4, 8, 0), np.float32), np.ones((1, 4, 6, 0), np.float32)
+    result = cupyconv.conv_grad_weight(grad, x, (3, 1), groups=4)
+    np.testing.assert_array_equal(result, np.zeros((4, 1, 3, 1)))
+
+
 def test_the_calls_of_strips_are_those_of_each_part_once():
     x, grad = np.ones((1, 96, 112, 112), np.float32), np.ones((1, 96, 56, 56), np.float32)
     (step,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, stride=2, padding=1, groups=96).steps

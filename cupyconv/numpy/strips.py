@@ -168,7 +168,7 @@ def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
     rows = IN_CACHE * geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
     least, best = inf, Strip(max(1, width), False, 0.0)
     for count in range(max(1, ceil(width / WIDEST)), max(1, width // NARROWEST) + 1):
-        own = ceil(width / count)
+        own = max(1, ceil(width / count))
         elements = reach(geometry, 2, own)
         for is_turned, sides in ((False, (elements, own)), (True, (own, elements))):
             if is_turned and elements < FILLED * cost.VECTOR_ELEMENTS / cost.width(dtype):
