@@ -71,7 +71,7 @@ def epilogue_launch(
     sums_vectorized = False
     if sums.at:
         steps = (*sums.strides[:2], 0, 0, sums.strides[2])
-        # Sums that lie in the result are aligned as it is, which `width` has been asked of.
+        # Sums that lie in the result are aligned as it is: to whole vectors, wherever `width` is more than 1.
         placed = Operand(sums.at.buffer, sums.dtype, flat.shape, steps, VECTOR_BYTES, sums.at.offset)
         piece = min(width, VECTOR_BYTES // placed.itemsize)
         sums_vectorized = _is_vectorized(placed, neighbours, width) and (sums.imaginary | sums.plane) % piece == 0
