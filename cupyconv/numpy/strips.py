@@ -40,6 +40,8 @@ FILLED = 0.75
 STRIPS_BLOCK = 4 * MEMORY_BLOCK
 #: Of the price of products, and of their sums, what they take here: both are so small that they stay in the innermost cache.
 IN_CACHE = 0.85
+#: How many times its price a product of complex numbers takes that is so small, nearly at the most: BLAS packs what it hardly uses.
+COMPLEX = 3.2
 #: Calls of strips of one width.
 STRIP_CALLS = 14
 #: Elements of a sample's gradient from which it is a block by itself: calls are long enough.
@@ -154,10 +156,11 @@ class GradientStrips(WeightGradientLoop):
 
 
 class Strip(NamedTuple):
-    """How the gradient is cut: pixels of a strip; whether elements fill vectors, not pixels; what products take, and their sum."""
+    """How the gradient is cut: pixels of a strip; whether elements fill vectors, not pixels; products, and what one and its sum take."""
 
     width: int
     is_turned: bool
+    products: int
     seconds: float
 
 
@@ -165,8 +168,8 @@ class Strip(NamedTuple):
 def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
     """The strips that take least, of those of which a row has about equal ones."""
     depth, height, width = geometry.out_size
-    rows = IN_CACHE * geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
-    least, best = inf, Strip(max(1, width), False, 0.0)
+    rows = geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
+    least, best = inf, Strip(max(1, width), False, 0, 0.0)
     for count in range(max(1, ceil(width / WIDEST)), max(1, width // NARROWEST) + 1):
         own = max(1, ceil(width / count))
         elements = reach(geometry, 2, own)
@@ -174,17 +177,20 @@ def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
             if is_turned and elements < FILLED * cost.VECTOR_ELEMENTS / cost.width(dtype):
                 continue
             each = cost.small_product(sides[0], height, sides[1], dtype) + cost.added(elements * own, dtype)
-            seconds = rows * count * each
             beside = STRIP_CALLS * cost.CALL if width % own else 0.0  # of the last strip, which is narrower
-            if seconds + beside < least:
-                least, best = seconds + beside, Strip(own, is_turned, seconds)
+            if IN_CACHE * rows * count * each + beside < least:
+                least, best = IN_CACHE * rows * count * each + beside, Strip(own, is_turned, rows * count, each)
     return best
 
 
 def products_work(problem: WeightGradientProblem) -> float:
     """What products of strips take, and their sum."""
-    strips = strip_of(problem.geometry, accumulator(problem.dtype))
-    return product_flops(problem.x_dtype, problem.factor_dtype) / 2 * strips.seconds
+    width, _, products, own = strip_of(problem.geometry, accumulator(problem.dtype))
+    if cost.is_complex_product(problem):
+        elements = reach(problem.geometry, 2, width)
+        own = COMPLEX * cost.product(elements, problem.geometry.out_size[1], width, problem)
+        return IN_CACHE * products * (own + cost.added(elements * width, problem.dtype))
+    return IN_CACHE * products * own * product_flops(problem.x_dtype, problem.factor_dtype) / 2
 
 
 def gradient_is_rows(problem: WeightGradientProblem) -> bool:
