@@ -63,7 +63,7 @@ def test_an_executable_that_is_known_does_not_let_a_wrong_keyword_pass():
         cupyconv.conv(x, x, group=1)
 
 
-@pytest.mark.parametrize("name", ["conv", "max_pool", "lstm"])
+@pytest.mark.parametrize("name", ["conv", "max_pool", "lstm", "options"])
 def test_help_shows_our_keywords_alone(name):
     assert "foreign" not in str(inspect.signature(getattr(cupyconv, name)))
 
@@ -152,7 +152,9 @@ def test_explain_on_a_gpu_beside_arrays_of_another(cuda_target):
         (ValueError, ["threads", "at least 1", "0"], dict(threads=0)),
         (ValueError, ["threads", "at least 1", "-2"], dict(threads=-2)),
         (TypeError, ["threads", "integer", "1.5"], dict(threads=1.5)),
-        (TypeError, ["unexpected keyword", "thread"], dict(thread=1)),
+        (TypeError, [r"options\(\) got an unexpected keyword", "'thread': here it is threads$"], dict(thread=1)),
+        (TypeError, ["'workspace': here it is workspace_limit$"], dict(workspace=1 << 20)),
+        (TypeError, ["'zzz': its arguments are workspace_limit, allow_tf32, .*threads$"], dict(zzz=1)),
     ],
     ids=str,
 )

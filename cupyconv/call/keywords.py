@@ -1,7 +1,7 @@
 """Keywords that a function does not have: what other libraries call its arguments is answered with ours.
 
-A public function of arrays ends in ``**foreign: Never``, which help and `inspect.signature` leave out and type checkers
-refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
+A public function of arrays, and `options`, ends in ``**foreign: Never``, which help and `inspect.signature` leave out and
+type checkers refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _NAMES = {
     "bias_ih": ("b_ih", "bias_ih_l0"),
     "bias_hh": ("b_hh", "bias_hh_l0"),
     "peephole": ("P", "peepholes"),
+    "workspace_limit": ("workspace", "workspace_size", "max_workspace_size", "memory_limit", "limit"),
+    "threads": ("num_threads", "n_threads", "n_jobs", "workers"),
 }  # fmt: skip
 
 #: What tells two of ours from each other where another library has one name for both.

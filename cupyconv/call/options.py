@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import index
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
+
+from cupyconv.call.keywords import unknown_keyword, without_foreign
 
 
 class Settings(NamedTuple):
@@ -92,7 +94,10 @@ class options(AbstractContextManager["Settings"]):
         allow_winograd: bool = True,
         allow_fft: bool = True,
         threads: int | None = None,
+        **foreign: Never,
     ) -> None:
+        if foreign:
+            raise unknown_keyword("options", next(iter(foreign)), Settings._fields)
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),
@@ -118,6 +123,9 @@ class options(AbstractContextManager["Settings"]):
         del blocks[innermost_of_self]
         _BLOCKS.set(tuple(blocks))
         _CURRENT.set(blocks[-1]._settings if blocks else _DEFAULTS)
+
+
+options.__signature__ = without_foreign(options)  # type: ignore[attr-defined]
 
 
 def flag(name: str, value: Any) -> bool:
