@@ -25,6 +25,7 @@ from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.call.explain import checked_call
+from cupyconv.call.operation import CheckedCall
 from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_gradient
 from cupyconv.numpy.backend import NumpyBackend
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
@@ -276,19 +277,25 @@ def integers(random: Random) -> Make:
     return made
 
 
+def call_into_any_array(name: str, random: Random, scale: int) -> tuple[CheckedCall, Callable[[], Any]]:
+    """A call of integers whose `out` lies anyhow, and the same without `out`."""
+    make = integers(random)
+    function, arguments, settings = ANY[name](random, make, scale)
+    (result,) = checked_call(function, *arguments, **settings).results
+    out = make(*result.shape, dtype=result.dtype, order=random.choice(("C", "last", "gaps")))
+    return checked_call(function, *arguments, **settings, out=out), partial(function, *arguments, **settings)
+
+
 @pytest.mark.parametrize("name", ANY)
 @share_of_examples(0.6)
 @given(st.integers(0, 10**9))
 def test_every_way_computes_the_same(name, seed):
     """Within a small limit too, on threads; what does not apply is not asked."""
     random = Random(seed)
-    make = integers(random)
-    function, arguments, settings = ANY[name](random, make, 10)
-    (result,) = checked_call(function, *arguments, **settings).results
-    out = make(*result.shape, dtype=result.dtype, order=random.choice(("C", "last", "gaps")))
-    call = checked_call(function, *arguments, **settings, out=out)
+    call, without_out = call_into_any_array(name, random, 10)
+    out = call.arrays["out"]
     problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))))
-    expected = np.asarray(function(*arguments, **settings))  # which others hold to the oracle
+    expected = np.asarray(without_out())  # which others hold to the oracle
     atol = {"float16": 1e-3, "float64": 1e-12}.get(str(out.dtype), 1e-5) * np.abs(expected).max(initial=1)
     for way in ways_for(name, problem):
         plan = by_way(replace(problem, workspace_limit=random.choice((None, about(random, 1 << 13, 1 << 17)))), way)
@@ -312,11 +319,7 @@ NOT_MEASURED = (ScatteredLoop, depthwise.ScaledRuns, depthwise.ScaledTaps, weigh
 @given(st.integers(0, 10**9))
 def test_every_way_takes_the_memory_that_it_says(name, seed):
     random = Random(seed)
-    make = integers(random)
-    function, arguments, settings = ANY[name](random, make, 40)
-    (result,) = checked_call(function, *arguments, **settings).results
-    out = make(*result.shape, dtype=result.dtype, order=random.choice(("C", "last", "gaps")))
-    call = checked_call(function, *arguments, **settings, out=out)
+    call, _ = call_into_any_array(name, random, 40)
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 20))
     assume(problem.geometry.products < 10_000_000)
     borders = OF_A_BORDER * problem.geometry.taps * (problem.geometry.padding_mode != "constant")

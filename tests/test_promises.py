@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,15 +121,17 @@ def test_explain_is_a_guard_against_shapes_from_strangers():
     assert "(1, 1000, 1000000, 1000000)" in plan.result and plan.workspace_bytes <= 16 << 20
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_of_a_fork_while_another_thread_keeps_something():
-    """It would wait for a lock whose holder is not there."""
-    layer = cupyconv.ConvLayer(WEIGHT[..., :3, :3], padding=1).packed()
-    forms = kept.forms_of(layer.weight)
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def forked_while_another_thread_holds(locks: Iterable[Any], child: Callable[[], Any]) -> int:
+    """The exit status of a child that does this within twenty seconds."""
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with kept._lock, forms._lock:
+        with contextlib.ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             taken.set()
             done.wait(20)
 
@@ -136,41 +139,35 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
     holder.start()
     taken.wait(20)
     with warnings.catch_warnings(action="ignore"):
-        child = os.fork()
-    if child == 0:
+        process = os.fork()
+    if process == 0:
         signal.alarm(20)
+        child()
+        os._exit(0)
+    done.set()
+    holder.join()
+    return os.waitpid(process, 0)[1]
+
+
+@needs_fork
+def test_a_child_of_a_fork_while_another_thread_keeps_something():
+    """It would wait for a lock whose holder is not there."""
+    layer = cupyconv.ConvLayer(WEIGHT[..., :3, :3], padding=1).packed()
+    forms = kept.forms_of(layer.weight)
+
+    def child() -> None:
         cupyconv.conv(np.ones((1, 1, 9)), np.ones((1, 1, 3)))
         forms.keep("form", lambda: 1)
-        os._exit(0)
-    done.set()
-    holder.join()
-    assert os.waitpid(child, 0)[1] == 0
+
+    assert forked_while_another_thread_holds((kept._lock, forms._lock), child) == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@needs_fork
 def test_a_child_of_a_fork_while_another_thread_works_out_a_property():
     """Python 3.11 has a lock for each cached property of a class, whose holder is not there: of 200 children one hung."""
-    entered, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with contextlib.ExitStack() as held:
-            for cached in kept._cached_properties():
-                held.enter_context(getattr(cached, "lock", contextlib.nullcontext()))
-            entered.set()
-            done.wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    entered.wait(20)
-    with warnings.catch_warnings(action="ignore"):
-        child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        cupyconv.conv(np.ones((1, 1, 9)), np.ones((1, 1, 3)), stride=2)
-        os._exit(0)
-    done.set()
-    holder.join()
-    assert os.waitpid(child, 0)[1] == 0
+    locks = [getattr(cached, "lock", contextlib.nullcontext()) for cached in kept._cached_properties()]
+    call = partial(cupyconv.conv, np.ones((1, 1, 9)), np.ones((1, 1, 3)), stride=2)
+    assert forked_while_another_thread_holds(locks, call) == 0
 
 
 #: Children that compute what their parent's threads compute at that moment.
@@ -199,7 +196,7 @@ done.set()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@needs_fork
 def test_a_child_of_a_fork_while_other_threads_compute():
     """One thread of BLAS has no locks; of several OpenBLAS's own handler hangs, for `a @ a` too."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
