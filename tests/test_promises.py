@@ -197,6 +197,10 @@ done.set()
 
 
 @needs_fork
+@pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(),
+    reason="without the GIL a child waits for a dict that a thread had",
+)
 def test_a_child_of_a_fork_while_other_threads_compute():
     """One thread of BLAS has no locks; of several OpenBLAS's own handler hangs, for `a @ a` too."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
