@@ -9,9 +9,10 @@ As a command, for a list of typical calls, or only for those that launch the ker
 
 A launch's line says what it takes of a multiprocessor, how many operations it does for a byte that its tiles ask the L2
 cache for, and counts its instructions.  A "-" stands where a launch has no tiles of its own: threads of "direct", depthwise,
-pooling, im2col and col2im kernels read single windows, which meet in the L1 cache as blocks happen to run beside each other.  Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
-block that every way to the branch has passed.  Counts are of the code as it lies there: which of two branches runs,
-and how often, they do not say, and a function that is called counts once, with the whole.
+pooling, im2col and col2im kernels read single windows, which meet in the L1 cache as blocks happen to run beside each other.
+Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the
+control flow: a branch to a block that every way to the branch has passed.  Counts are of the code as it lies there: which of
+two branches runs, and how often, they do not say, and a function that is called counts once, with the whole.
 
 "round" is what a warp issues on one way around a loop, loops inside it once: of the ways with the most products, and of these
 with the most accesses of global memory, stores to shared memory and barriers, one with the fewest calls, then instructions.

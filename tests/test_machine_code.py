@@ -156,7 +156,7 @@ kernel:
 
 
 def test_a_round_multiplies_and_loads_the_most_on_the_shortest_way():
-    """Of three ways to load the one that loads as often and takes fewer instructions; the ways past a load, or past all of them, are no round."""
+    """Of two ways that load as often the one of fewer instructions; ways past a load, or past all of them, are no round."""
     listing = machine_code.Listing(
         """
 kernel:

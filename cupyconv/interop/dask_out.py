@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import dask
 import dask.array as da
@@ -55,20 +55,29 @@ def _are_the_same(a: Any, b: Any) -> bool:
     return (a.shape, a.strides, address(a)) == (b.shape, b.strides, address(b))
 
 
-class WrittenArray(da.Array):
-    """A result whose chunks are views of `out`: computed whole it is `out`.  What is made of it is an ordinary Dask array."""
+class _Result(da.Array):
+    """A result that knows where it is written.  What is made of it is an ordinary Dask array."""
 
-    _out: Out
-    _unchanged: str  # its name: another one, where somebody has assigned to the array, as Dask allows
+    _place: Any
+    _given_name: str
 
     @classmethod
-    def of(cls, out: Out, *args: Any, **kwargs: Any) -> WrittenArray:
+    def of(cls, place: Any, *args: Any, **kwargs: Any) -> Self:
         array = cls(*args, **kwargs)
-        array._out, array._unchanged = out, array.name
+        array._place, array._given_name = place, array.name
         return array
 
+    @property
+    def _is_unchanged(self) -> bool:
+        """Dask allows to assign to an array, which then has another name."""
+        return self.name == self._given_name
+
+
+class WrittenArray(_Result):
+    """A result whose chunks are views of the array in its `Out`: computed whole it is that array."""
+
     def __dask_postcompute__(self) -> Any:
-        return (_whole, (self._out,)) if self.name == self._unchanged else super().__dask_postcompute__()
+        return (_whole, (self._place,)) if self._is_unchanged else super().__dask_postcompute__()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """`out` itself, or where NumPy wants a copy one: it makes none of what is returned here."""
@@ -79,17 +88,11 @@ def _whole(chunks: Any, out: Out) -> Any:
     return out.array
 
 
-class LazyArray(da.Array):
-    """A result that is computed whole into one array where it can be: else one thread joins copies of all chunks."""
+class LazyArray(_Result):
+    """A result that is computed whole into one array where it can be: else one thread joins copies of all chunks.
 
-    _into: Callable[[Any], da.Array]
-    _unchanged: str
-
-    @classmethod
-    def of(cls, into: Callable[[Any], da.Array], *args: Any, **kwargs: Any) -> LazyArray:
-        array = cls(*args, **kwargs)
-        array._into, array._unchanged = into, array.name
-        return array
+    Its place is a function that gives the result in an array.
+    """
 
     def compute(self, **kwargs: Any) -> Any:
         """As that of any Dask array."""
@@ -97,6 +100,6 @@ class LazyArray(da.Array):
         pool = kwargs.get("pool") or dask.config.get("pool", None)
         is_of_threads = pool is None or isinstance(pool, (ThreadPool, ThreadPoolExecutor))  # it may be one of processes
         is_here = by is dask.local.get_sync or (by is dask.threaded.get and is_of_threads)
-        if is_here and type(self._meta) is np.ndarray and self.name == self._unchanged and self.npartitions > 1:
-            return self._into(np.empty(self.shape, self.dtype)).compute(**kwargs)
+        if is_here and type(self._meta) is np.ndarray and self._is_unchanged and self.npartitions > 1:
+            return self._place(np.empty(self.shape, self.dtype)).compute(**kwargs)
         return super().compute(**kwargs)

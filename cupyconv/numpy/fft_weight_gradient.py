@@ -36,12 +36,12 @@ def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> Gradien
     threads, best = problem.host.threads, None
     for extents in block_extents(problem.geometry):
         line = GradientFft(problem, (1, *extents))
-        room = (limit - fixed) // threads - line.index_bytes
-        if line.workspace > room:
+        room = (limit - fixed) // threads
+        if line.workspace + line.index_bytes > room:
             continue
-        lines = min(min(room, BLOCK) // line.workspace, -(-line.blocks // threads))
+        lines = min(min(room - line.index_bytes, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(problem.geometry, line.block, lines))
-        if loop.workspace + loop.index_bytes > room + line.index_bytes:  # several lines have spectra that are added
+        if loop.workspace + loop.index_bytes > room:  # several lines have spectra that are added
             loop = line
         if best is None or loop.seconds < best.seconds:
             best = loop

@@ -177,9 +177,11 @@ def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
             if is_turned and elements < FILLED * cost.VECTOR_ELEMENTS / cost.width(dtype):
                 continue
             each = cost.small_product(sides[0], height, sides[1], dtype) + cost.added(elements * own, dtype)
-            beside = STRIP_CALLS * cost.CALL if width % own else 0.0  # of the last strip, which is narrower
-            if IN_CACHE * rows * count * each + beside < least:
-                least, best = IN_CACHE * rows * count * each + beside, Strip(own, is_turned, rows * count, each)
+            seconds = IN_CACHE * rows * count * each
+            if width % own:
+                seconds += STRIP_CALLS * cost.CALL  # of the last strip, which is narrower
+            if seconds < least:
+                least, best = seconds, Strip(own, is_turned, rows * count, each)
     return best
 
 

@@ -232,9 +232,9 @@ def _begin_process() -> None:
     _lock = RLock()
     for forms in _forms.values():
         forms._lock = RLock()
-    for cached in _cached_properties():
-        if hasattr(cached, "lock"):  # Python 3.11: one for all objects of a class, held while the value is worked out
-            cached.lock = RLock()
+    if sys.version_info < (3, 12):  # there each has one for all objects of a class, held while the value is worked out
+        for cached in _cached_properties():
+            cached.lock = RLock()  # type: ignore[attr-defined]
 
 
 def _cached_properties() -> Iterator[cached_property[Any]]:
