@@ -54,16 +54,20 @@ def environment(*path: Path) -> dict[str, str]:
 
 
 def sources(*folders: str) -> dict[str, bytes]:
-    """Every source file of the checkout under these folders, by its path."""
+    """Every source file of the checkout under these folders, by its path.
+
+    Folders with a leading dot hold what is built: another test may be compiling the host device in one.
+    """
+    paths = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
     return {
-        path.relative_to(ROOT).as_posix(): path.read_bytes()
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*"))
+        path.as_posix(): (ROOT / path).read_bytes()
+        for path in paths
         if (
             path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".npz", ".md", ".svg", ".css", ".png"}
             or path.name == "py.typed"
         )
-        and path.is_file()
+        and not any(part.startswith(".") for part in path.parts)
+        and (ROOT / path).is_file()
     }
 
 
