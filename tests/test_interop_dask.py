@@ -6,9 +6,10 @@ import doctest
 import pickle
 import re
 import tracemalloc
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tolerance import assert_exact
 da = pytest.importorskip("dask.array", reason="Dask is not installed")
 
 import dask  # noqa: E402
+from dask.callbacks import Callback  # noqa: E402
 
 import cupyconv  # noqa: E402
 from cupyconv.call.operation import Operation  # noqa: E402
@@ -54,9 +56,28 @@ def chunks_of(draw, shape):
 
 
 def chunked(data, array):
-    """Chunks that are views of the array, or have memory of their own."""
+    """Chunks that are views of an array, or have memory of their own; there already, or computed by tasks."""
     chunks = da.from_array(array, chunks=data.draw(chunks_of(array.shape)))
-    return chunks if data.draw(st.booleans()) else chunks.map_blocks(np.array)
+    return data.draw(st.sampled_from(KINDS))(chunks)
+
+
+def computed_views(chunks):
+    return chunks.map_blocks(lambda chunk: chunk, dtype=chunks.dtype, meta=chunks._meta)
+
+
+def computed_copies(chunks):
+    return chunks.map_blocks(np.array)
+
+
+def copies(chunks):
+    return computed_copies(chunks).persist(scheduler="synchronous")
+
+
+def views(chunks):
+    return chunks
+
+
+KINDS = [views, computed_views, computed_copies, copies]
 
 
 def places(data, *results):
@@ -270,15 +291,56 @@ def test_out_is_not_sent_to_another_process(image_and_result):
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
-def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, results, scheduler):
+@pytest.mark.parametrize("kind", [computed_views, computed_copies, copies])
+def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, results, scheduler, kind):
     """Tasks write into the array that is returned."""
     x, weight, expected = image_and_result
-    y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same")
+    y = interop.conv(kind(da.from_array(x, chunks=(1, 3, 6, 7))), weight, padding="same")
     whole = y.compute(scheduler=scheduler)
     assert_exact(whole, expected, np.float64)
     assert whole.flags.c_contiguous and len(results) == 8
     assert all(np.shares_memory(chunk, whole) for chunk in results)
     assert not np.shares_memory(y.compute(scheduler=scheduler), whole)
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+@pytest.mark.parametrize("in_out", [True, False])
+def test_arrays_in_memory_are_computed_at_once(image_and_result, results, scheduler, in_out):
+    """By the call in memory, bit for bit; no task is made."""
+    x, weight = image_and_result[0] / 3, np.concatenate([image_and_result[1]] * 2, 1) / 7
+    residual = np.cos(np.arange(2 * 4 * 12 * 14.0)).reshape(2, 4, 12, 14)
+    expected = cupyconv.conv([x, x], weight, residual=residual, padding="same")
+    xs, added = [da.from_array(x, chunks=size) for size in (5, (1, 2, 6, 7))], da.from_array(residual, chunks=5)
+    out = np.empty_like(expected) if in_out else None
+    y = interop.conv(xs, weight, residual=added, padding="same", out=out)
+    results.clear()
+    whole = y.compute(scheduler=scheduler)
+    assert len(results) == 1 and (out is None or whole is out)
+    np.testing.assert_array_equal(whole, expected)
+    assert not y.dask.layers[y.name].is_materialized()
+
+
+@pytest.mark.parametrize("kind", [views, copies])
+def test_who_watches_sees_a_task_for_each_chunk(image_and_result, results, kind):
+    """And none that lends a halo, where chunks are in memory anyway."""
+    x, weight, expected = image_and_result
+    y = interop.conv(kind(da.from_array(x, chunks=(1, 3, 6, 7))), weight, padding="same")
+    done = []
+    with Callback(posttask=lambda *task: done.append(task)):
+        assert_exact(y.compute(), expected, np.float64)
+    assert len(done) == len(results) == 8
+
+
+def test_chunks_that_lie_otherwise_than_in_their_array():
+    """Exchanged, repeated, with elements between them, or apart: in memory, and read where they are."""
+    x, weight = integers(1, 2, 12), integers(3, 2, 3)
+    other, wider = integers(1, 2, 12, dtype=np.float64) + 1, np.repeat(x, 2, axis=2)
+    a, b = x[:, :, :6], x[:, :, 6:]
+    for pieces in ((a, b), (b, a), (a, a), (a, other[:, :, 6:]), (wider[:, :, :12:2], b), (a, wider[:, :, 12::2])):
+        lazy = da.Array(
+            {("pieces", 0, 0, i): piece for i, piece in enumerate(pieces)}, "pieces", ((1,), (2,), (6, 6)), x.dtype
+        )
+        assert_exact(interop.conv(lazy, weight).compute(), cupyconv.conv(np.concatenate(pieces, 2), weight), np.float64)
 
 
 def test_a_result_is_in_memory_once():
@@ -400,7 +462,7 @@ def test_chunks_of_one_array_need_no_copy(images, mode, tmp_path):
     settings = dict(padding="same", padding_mode=mode)
     for array in (in_file, np.array(in_file), np.array(in_file)[::-1, ::-1], np.array(in_file)[:, :, ::-1]):
         images.clear()
-        y = interop.conv(da.from_array(array, chunks=(2, 10, 9)), weight, **settings).compute()
+        y = interop.conv(views_of(array, (2, 10, 9)), weight, **settings).compute()
         assert_exact(y, reference.conv(array, weight, **settings), "float32")
         views = [x for x in images if not x.flags.writeable]  # a copy is
         assert len(images) == 16 and len(views) == (4 * 4 if mode == "constant" else 2 * 2)
@@ -461,12 +523,14 @@ class Metres(np.ndarray):
     ids=["mask", "units", "precision", "complex", "shape"],
 )
 @pytest.mark.parametrize("own", [False, True], ids=["of one array", "of their own"])
-def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own):
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own, in_memory):
     """They are not made into that, which would lose a part of them or repeat it."""
     x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, 4))
     others = x.map_blocks(
         lambda chunk: becomes(chunk.copy() if own else chunk), dtype=x.dtype, meta=np.empty((0, 0, 0), x.dtype)
     )
+    others = others.persist() if in_memory else others
     with pytest.raises(error, match=words):
         interop.conv(others, integers(1, 2, 9, dtype=np.float32), padding="same").compute()
 
@@ -505,6 +569,29 @@ def test_a_task_takes_one_thread(seen):
     assert len(seen) == 8
     assert all(settings.threads == 1 and set(blas) <= {1} for settings, blas in seen)
     assert BLAS._numbers() == before
+
+
+@pytest.mark.parametrize("settings, each", [({}, 1), ({"threads": 3}, 3)])
+@pytest.mark.parametrize(
+    "how, workers",
+    [
+        (dict(scheduler="synchronous"), 1),
+        (dict(scheduler="threads", num_workers=1), 1),
+        (dict(scheduler="threads", num_workers=5), 5),
+        (dict(scheduler="threads", pool=ThreadPoolExecutor(3)), 3),
+        (dict(scheduler="threads", pool=ThreadPool(2)), 2),
+        (dict(scheduler="threads"), dask.system.CPU_COUNT),
+    ],
+)
+def test_a_call_in_the_place_of_all_tasks_takes_their_threads(seen, settings, each, how, workers):
+    """As many as BLAS would use anyway are no number that was asked for."""
+    x, weight = np.ones((8, 4, 40)), integers(4, 4, 3)
+    with cupyconv.options(**settings):
+        interop.conv(da.from_array(x, chunks=(1, 4, 40)), weight).compute(**how)
+    ((used, blas),) = seen
+    assert used.threads == (None if workers == BLAS.threads > 1 and not settings else workers * each)
+    if workers * each == 1:
+        assert set(blas) <= {1}
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

@@ -25,15 +25,18 @@ A result that fits into memory is computed in one array, `out` or a new one: no 
 
     conv(volume, weight, padding="same", out=result).compute()
 
+Where all that it reads is in memory too, in NumPy's arrays, ``compute()`` is the call on these, by as many threads as Dask has
+workers.  Who watches tasks, as a progress bar does, sees one for each chunk.
+
 `vjp`, `conv_chain` and recurrent layers are not here: `dask.array.map_blocks` does what needs no halo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, product
 from math import isnan
 from typing import Any
@@ -42,16 +45,16 @@ from uuid import uuid4
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import CheckedCall
 from cupyconv.call.options import Settings, current_settings
 from cupyconv.interop.dask_axes import Axis, Need, axes_of
-from cupyconv.interop.dask_chunks import Block, Image
-from cupyconv.interop.dask_out import LazyArray, Out, WrittenArray
-from cupyconv.numpy.threads import BLAS
+from cupyconv.interop.dask_chunks import Block, Image, borders_of, chunks_in_memory, in_one_array
+from cupyconv.interop.dask_out import LazyArray, Out
+from cupyconv.interop.dask_workers import in_threads_of
 from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 
 
@@ -272,9 +275,9 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
     arguments = deepcopy(arguments)  # what is written into a weight later is not what will be computed with
     if function is cupyconv.max_pool:
         outs = out if listed and out is not None else [out] * len(xs)
-        results = [_graph(function, checked, i, [x], None, arguments, outs[i]) for i, x in enumerate(xs)]
+        results = [_Tasks(function, checked, i, [x], None, arguments, outs[i]).array() for i, x in enumerate(xs)]
         return results if listed else results[0]
-    return _graph(function, checked, 0, xs, residual, arguments, out)
+    return _Tasks(function, checked, 0, xs, residual, arguments, out).array()
 
 
 def _dask_array(name: str, x: Any) -> Any:
@@ -348,27 +351,22 @@ class _Part:
     region: tuple[slice, ...]  # where the chunk is in the result
 
     def __call__(self, call: _Call, chunks: list[Any]) -> Any:
-        threads = call.settings.threads
-        if threads is None and isinstance(call.likes[0], np.ndarray):
-            return BLAS.hold_while(partial(self._compute_alone, call, chunks))
-        return self._compute(call, chunks, threads or 1)
+        if isinstance(call.likes[0], np.ndarray):
+            return in_threads_of(1, call.settings, partial(self._compute, call, chunks))
+        with cupyconv.options(**call.settings._asdict()):
+            return self._compute(call, chunks)
 
-    def _compute_alone(self, call: _Call, chunks: list[Any]) -> Any:
-        BLAS.hold_thread()
-        return self._compute(call, chunks, threads=1)
-
-    def _compute(self, call: _Call, chunks: list[Any], threads: int) -> Any:
-        with cupyconv.options(**{**call.settings._asdict(), "threads": threads}):
-            each = iter(chunks)
-            images = [block.of(each, call.likes[block.image]) for block in self.blocks]
-            keywords = {**call.keywords, **self.keywords}
-            if self.residual is not None:
-                keywords["residual"] = self.residual.of(each, call.likes[-1])
-            if self.rows is not None:
-                keywords = self._with_rows(keywords)
-            if call.out is not None:
-                keywords["out"] = call.out.part(self.region, images, keywords.get("residual"))
-            return call.function(images if len(images) > 1 else images[0], **keywords)
+    def _compute(self, call: _Call, chunks: list[Any]) -> Any:
+        each = iter(chunks)
+        images = [block.of(each, call.likes[block.image]) for block in self.blocks]
+        keywords = {**call.keywords, **self.keywords}
+        if self.residual is not None:
+            keywords["residual"] = self.residual.of(each, call.likes[-1])
+        if self.rows is not None:
+            keywords = self._with_rows(keywords)
+        if call.out is not None:
+            keywords["out"] = call.out.part(self.region, images, keywords.get("residual"))
+        return call.function(images if len(images) > 1 else images[0], **keywords)
 
     def _with_rows(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The arguments with those channels of their arrays that are needed here."""
@@ -381,84 +379,158 @@ class _Part:
         return {**keywords, **some}
 
 
-@dataclass(frozen=True)
+#: Tasks by the numbers of their chunks, each with the keys of what it reads.
+_Parts = dict[tuple[int, ...], tuple[_Part, list[Any]]]
+
+
+class _LaterLayer(Layer):
+    """A layer of a graph, whose tasks are made when somebody asks for them."""
+
+    def __init__(self, tasks: Callable[[], Mapping[Any, Any]]) -> None:
+        super().__init__()
+        self._make = tasks
+
+    @cached_property
+    def _tasks(self) -> Mapping[Any, Any]:
+        return self._make()
+
+    def is_materialized(self) -> bool:
+        return "_tasks" in vars(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._tasks[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def get_output_keys(self) -> Set[Any]:
+        return self._tasks.keys()
+
+    def __reduce__(self) -> Any:
+        return MaterializedLayer, (dict(self._tasks), self.annotations, self.collection_annotations)
+
+
 class _Tasks:
-    """The tasks of a result, by the numbers of its chunks: each with the keys of what it reads."""
+    """A result, whose tasks are made when somebody asks for them."""
 
-    call: _Call
-    parts: dict[tuple[int, ...], tuple[_Part, list[Any]]]
-    read: HighLevelGraph  # the arrays that are given, and halos of them
-    layers_read: set[str]
-    chunks: tuple[tuple[int, ...], ...]
-    meta: Any
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        checked: CheckedCall,
+        which: int,
+        xs: Sequence[da.Array],
+        residual: da.Array | None,
+        arguments: dict[str, Any],
+        out: Any,
+    ) -> None:
+        self._function, self._arguments, self._settings = function, arguments, current_settings()
+        self._has_residual = residual is not None
+        self._out = out
+        # What is written to `out` is like no other result: one that has been computed already has not written there.
+        known_by = function.__name__, xs, residual, arguments, self._settings
+        self._token = tokenize(known_by) if out is None else uuid4().hex
+        self._given = [*xs, *([] if residual is None else [residual])]
+        self._channel = channel = int(checked.axes.batched)  # the axis of channels
+        self._axes = axes_of(function, checked, which, xs)
+        self._merged = [0, *accumulate(x.shape[channel] for x in xs)]
+        borders = [borders_of(sizes) for sizes in xs[0].chunks]
+        borders[channel] = [
+            first + border for first, x in zip(self._merged, xs) for border in borders_of(x.chunks[channel])
+        ]
+        self._ranges = [axis.cut(own) for axis, own in zip(self._axes, borders)]
+        self._meta = np.empty_like(xs[0]._meta, shape=(0,) * len(borders), dtype=checked.results[which].dtype)
 
-    def array(self, token: str, out: Any = None) -> da.Array:
+    def array(self) -> da.Array:
         """The result, in chunks of their own or in `out`."""
-        name, common = f"{self.call.function.__name__}-{token}", f"call-{token}"
-        call = self.call if out is None else replace(self.call, out=Out(out))
-        layer = {(name, *numbers): (part, common, keys) for numbers, (part, keys) in self.parts.items()}
-        layers = {**self.read.layers, common: MaterializedLayer({common: call}), name: MaterializedLayer(layer)}
-        needed = {**self.read.dependencies, common: set(), name: {common, *self.layers_read}}
-        arguments = HighLevelGraph(layers, needed), name, self.chunks
-        if call.out is None:
-            return LazyArray.of(self.into, *arguments, meta=self.meta)
-        return WrittenArray.of(call.out, *arguments, meta=self.meta)
+        return self._array(self._token, self._out)
 
     def into(self, out: Any) -> da.Array:
-        """The result in `out`.  It is like no other: one that has been computed already has not written there."""
-        return self.array(uuid4().hex, out)
+        """The result in this array."""
+        return self._array(uuid4().hex, out)
 
+    def _array(self, token: str, out: Any) -> da.Array:
+        name, common, halo = f"{self._function.__name__}-{token}", f"call-{token}", f"halo-{self._token}"
+        call = self._call(out)
+        layers: dict[str, Any] = {
+            halo: _LaterLayer(lambda: self._made[1]),
+            common: MaterializedLayer({common: call}),
+            name: _LaterLayer(
+                lambda: {(name, *numbers): (part, common, keys) for numbers, (part, keys) in self._made[0].items()}
+            ),
+        }
+        names = {x.name for x in self._given}
+        needed = {halo: names, common: set(), name: {halo, common, *names}}
+        for x in self._given:
+            layers.update(x.dask.layers)
+            needed.update(x.dask.dependencies)
+        chunks = tuple(tuple(stop - first for first, stop in own) for own in self._ranges)
+        arguments = HighLevelGraph(layers, needed), name, chunks
+        return LazyArray.of(self, call.out, *arguments, meta=self._meta)
 
-def _graph(
-    function: Callable[..., Any],
-    checked: CheckedCall,
-    which: int,
-    xs: Sequence[da.Array],
-    residual: da.Array | None,
-    arguments: dict[str, Any],
-    out: Any,
-) -> da.Array:
-    """The result number `which` of a checked call, of chunks of these images."""
-    token = tokenize(function.__name__, which, xs, residual, arguments, current_settings())
-    halo = f"halo-{token}"
-    given = [*xs, *([] if residual is None else [residual])]
-    images = [Image(number, x, halo) for number, x in enumerate(given)]
-    fixed = {key: value for key, value in arguments.items() if key not in _GEOMETRY}
-    call = _Call(function, fixed, current_settings(), tuple(x._meta for x in given))
+    def at_once(self, out: Any, workers: int) -> Any:
+        """The result of one call with so many threads; None where not all that it reads lies in arrays already.
 
-    channel = int(checked.axes.batched)  # the axis of channels
-    axes = axes_of(function, checked, which, xs)
-    merged = [0, *accumulate(x.shape[channel] for x in xs)]
-    borders = [*images[0].borders]
-    borders[channel] = [first + border for first, image in zip(merged, images) for border in image.borders[channel]]
-    ranges = [axis.cut(own) for axis, own in zip(axes, borders)]
-    needs = [[axis.need(*part) for part in own] for axis, own in zip(axes, ranges)]
+        It reads and writes whole arrays in order, of which chunks are short runs, and there is nothing to schedule.
+        """
+        arrays = [in_one_array(x) for x in self._given]
+        if any(array is None for array in arrays):
+            return None
+        arguments = {**self._arguments, "out": out}
+        if self._has_residual:
+            arguments["residual"] = arrays.pop()
+        x = arrays if len(arrays) > 1 else arrays[0]
+        return in_threads_of(workers, self._settings, partial(self._function, x, **arguments))
 
-    parts: dict[tuple[int, ...], tuple[_Part, list[Any]]] = {}
-    for numbers in product(*(range(len(own)) for own in ranges)):
-        lies = [own[number] for own, number in zip(ranges, numbers)]
-        need = [own[number] for own, number in zip(needs, numbers)]
-        blocks, keys = _merged_blocks(images[: len(xs)], merged, axes, need, channel)
-        added = None
-        if residual is not None:
-            lengths = [stop - first for first, stop in lies]
-            added, of_it = images[-1].block(lengths, [images[-1].runs(i, part) for i, part in enumerate(lies)])
-            keys += of_it
-        keywords = _of_block(function, need[channel + 1 :])
-        rows = None
-        if len(ranges[channel]) > 1:
-            if "groups" in arguments:
-                keywords["groups"] = axes[channel].groups_in(lies[channel])
-            rows = _rows(function, slice(need[channel].first, need[channel].stop), slice(*lies[channel]))
-        region = tuple(slice(*part) for part in lies)
-        parts[numbers] = _Part(blocks, added, keywords, rows, region), keys
+    def alone(self, out: Any) -> dict[Any, Any] | None:
+        """Tasks that write the result into `out` and need no others, where all chunks that they read are in memory already."""
+        chunks: dict[Any, Any] = {}
+        for x in self._given:
+            in_memory = chunks_in_memory(x)
+            if in_memory is None:
+                return None
+            chunks |= in_memory
+        call, (parts, _) = self._call(out), self._parts(lends=False)
+        return {
+            numbers: (partial(part, call, [chunks[key] for key in keys]),) for numbers, (part, keys) in parts.items()
+        }
 
-    cuts = {key: (cut, cut.chunk) for image in images for key, cut in image.cuts.items()}
-    read = HighLevelGraph.from_collections(halo, cuts, dependencies=given)
-    chunks = tuple(tuple(stop - first for first, stop in own) for own in ranges)
-    meta = np.empty_like(xs[0]._meta, shape=(0,) * len(chunks), dtype=checked.results[which].dtype)
-    tasks = _Tasks(call, parts, read, {halo, *(x.name for x in given)}, chunks, meta)
-    return tasks.array(token) if out is None else tasks.into(out)
+    def _call(self, out: Any) -> _Call:
+        fixed = {key: value for key, value in self._arguments.items() if key not in _GEOMETRY}
+        likes = tuple(x._meta for x in self._given)
+        return _Call(self._function, fixed, self._settings, likes, None if out is None else Out(out))
+
+    @cached_property
+    def _made(self) -> tuple[_Parts, dict[Any, Any]]:
+        return self._parts(lends=True)
+
+    def _parts(self, lends: bool) -> tuple[_Parts, dict[Any, Any]]:
+        """The tasks by the numbers of their chunks, and those of halos, if chunks lend their neighbours what these read."""
+        function, axes, channel, merged = self._function, self._axes, self._channel, self._merged
+        halo = f"halo-{self._token}" if lends else None
+        images = [Image(number, x, halo) for number, x in enumerate(self._given)]
+        needs = [[axis.need(*part) for part in own] for axis, own in zip(axes, self._ranges)]
+        parts: _Parts = {}
+        for numbers in product(*(range(len(own)) for own in self._ranges)):
+            lies = [own[number] for own, number in zip(self._ranges, numbers)]
+            need = [own[number] for own, number in zip(needs, numbers)]
+            blocks, keys = _merged_blocks(images[: len(merged) - 1], merged, axes, need, channel)
+            added = None
+            if self._has_residual:
+                lengths = [stop - first for first, stop in lies]
+                added, of_it = images[-1].block(lengths, [images[-1].runs(i, part) for i, part in enumerate(lies)])
+                keys += of_it
+            keywords = _of_block(function, need[channel + 1 :])
+            rows = None
+            if len(self._ranges[channel]) > 1:
+                if "groups" in self._arguments:
+                    keywords["groups"] = axes[channel].groups_in(lies[channel])
+                rows = _rows(function, slice(need[channel].first, need[channel].stop), slice(*lies[channel]))
+            region = tuple(slice(*part) for part in lies)
+            parts[numbers] = _Part(blocks, added, keywords, rows, region), keys
+        return parts, {key: (cut, cut.chunk) for image in images for key, cut in image.cuts.items()}
 
 
 #: Arguments that say which elements are read: of each block its own.

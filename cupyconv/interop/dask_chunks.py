@@ -13,13 +13,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from mmap import mmap
 from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.highlevelgraph import MaterializedLayer
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.call.dispatch import backend_for
@@ -98,25 +99,34 @@ class Block:
         for runs, piece in zip(product(*self.axes), pieces):
             _check(piece, tuple(run.count for run in runs), like.dtype)
         covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
-        if covered and isinstance(like, np.ndarray) and (view := self._in_one_array(pieces)) is not None:
-            return view
+        if covered and isinstance(like, np.ndarray):
+            at = [[(run.at.start, run.at.stop) for run in runs] for runs in self.axes]
+            if (view := _in_one_array(self.shape, pieces, at)) is not None:
+                return view
         block = (np.empty_like if covered else np.zeros_like)(like, shape=self.shape)
         for runs, piece in zip(product(*self.axes), pieces):
             block[tuple(run.at for run in runs)] = piece
         return block
 
-    def _in_one_array(self, pieces: list[np.ndarray]) -> np.ndarray | None:
-        """The block where its pieces lie in an array as they would in the block, as chunks of an array in memory do."""
-        if not pieces:
+
+def _in_one_array(
+    shape: tuple[int, ...], pieces: Sequence[np.ndarray], axes: Sequence[Sequence[tuple[int, int]]]
+) -> np.ndarray | None:
+    """What is made of pieces, where they lie in one array as they would in it; `axes` have where each begins and ends."""
+    if not pieces:
+        return None
+    strides, whole, origin = pieces[0].strides, _owner(pieces[0]), _address(pieces[0])
+    for piece, ranges in zip(pieces, product(*axes)):
+        if piece.strides != strides or piece.shape != tuple([end - begin for begin, end in ranges]):
             return None
-        strides, whole = pieces[0].strides, _owner(pieces[0])
-        for runs, piece in zip(product(*self.axes), pieces):
-            begins = [run.at.start for run in runs]
-            place = pieces[0].ctypes.data + sum(begin * step for begin, step in zip(begins, strides))
-            shape = tuple(run.at.stop - run.at.start for run in runs)
-            if (piece.shape, piece.strides, piece.ctypes.data) != (shape, strides, place) or _owner(piece) is not whole:
-                return None
-        return as_strided(pieces[0], self.shape, strides, writeable=False)
+        place = origin + sum([begin * step for (begin, _), step in zip(ranges, strides)])
+        if _address(piece) != place or _owner(piece) is not whole:
+            return None
+    return as_strided(pieces[0], shape, strides, writeable=False)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def _check(piece: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -157,12 +167,35 @@ def _is_part(chunk: Any) -> bool:
     return False
 
 
-class Image:
-    """A Dask array that a graph reads: where its chunks end, and what is cut from them in the layer `halo`."""
+def borders_of(sizes: Sequence[int]) -> list[int]:
+    """Where chunks of these sizes end, and 0."""
+    return [0, *accumulate(sizes)]
 
-    def __init__(self, number: int, x: da.Array, halo: str) -> None:
+
+def chunks_in_memory(x: da.Array) -> dict[Any, np.ndarray] | None:
+    """The chunks of x by their keys, where they are NumPy's and there already: not what a task will compute."""
+    layer = x.dask.layers.get(x.name)
+    if not isinstance(layer, MaterializedLayer):
+        return None
+    keys = [(x.name, *numbers) for numbers in product(*map(range, x.numblocks))]
+    chunks = [layer.get(key) for key in keys]
+    return dict(zip(keys, chunks)) if {*map(type, chunks)} == {np.ndarray} else None
+
+
+def in_one_array(x: da.Array) -> np.ndarray | None:
+    """All of x, where its chunks are in memory and lie in one NumPy array as they do in x: `from_array` makes such."""
+    chunks = chunks_in_memory(x)
+    if chunks is None or any(chunk.dtype != x.dtype for chunk in chunks.values()):
+        return None
+    return _in_one_array(x.shape, [*chunks.values()], [[*pairwise(borders_of(sizes))] for sizes in x.chunks])
+
+
+class Image:
+    """A Dask array that a graph reads: where its chunks end, and what is cut from them in the layer `halo`, if it has one."""
+
+    def __init__(self, number: int, x: da.Array, halo: str | None) -> None:
         self.number, self.x = number, x
-        self.borders = [[0, *accumulate(sizes)] for sizes in x.chunks]
+        self._borders = [borders_of(sizes) for sizes in x.chunks]
         self.cuts: dict[Any, Cut] = {}
         self._halo = halo
         self._known: dict[Any, list[Run]] = {}
@@ -171,17 +204,17 @@ class Image:
         """Where the elements of an axis lie that are needed: worked out once for all chunks of the result beside each other."""
         key = axis, need
         if key not in self._known:
-            self._known[key] = _runs(need, self.x.shape[axis], mode, self.borders[axis])
+            self._known[key] = _runs(need, self.x.shape[axis], mode, self._borders[axis])
         return self._known[key]
 
     def block(self, shape: Sequence[int], axes: Sequence[Sequence[Run]]) -> tuple[Block, list[Any]]:
-        """A block, and the keys of what it is made of.  Pieces of less than half a chunk are cut from it."""
+        """A block, and the keys of what it is made of.  In a layer of halos pieces of less than half a chunk are cut from it."""
         numbers: list[int | None] = []
         keys: list[Any] = []
         for runs in product(*axes):
             key = (self.x.name, *(run.chunk for run in runs))
             whole = prod(sizes[run.chunk] for sizes, run in zip(self.x.chunks, runs))
-            if 2 * prod(run.count for run in runs) >= whole:
+            if self._halo is None or 2 * prod(run.count for run in runs) >= whole:
                 numbers.append(None)
                 keys.append(key)
             else:

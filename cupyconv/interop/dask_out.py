@@ -9,19 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.pool import ThreadPool
 from typing import Any, NoReturn, Self
 
-import dask
 import dask.array as da
-import dask.local
-import dask.threaded
 import numpy as np
-from dask.base import get_scheduler
 
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.dispatch import backend_for
+from cupyconv.interop.dask_workers import scheduler_here
 
 
 class Out:
@@ -40,7 +35,10 @@ class Out:
         if residual is not None and not _are_the_same(residual, part):
             read["residual"] = residual
         arrays = {"out": self.array, **read}
-        OutMemory(arrays, ["out"], "residual").check(tuple(arrays.values()), backend_for(arrays))
+        backend = backend_for(arrays)
+        if backend.are_apart(tuple(arrays.values()), [0]):
+            return part
+        OutMemory(arrays, ["out"], "residual").check(tuple(arrays.values()), backend)
         return part
 
     def __reduce__(self) -> NoReturn:
@@ -55,16 +53,21 @@ def _are_the_same(a: Any, b: Any) -> bool:
     return (a.shape, a.strides, address(a)) == (b.shape, b.strides, address(b))
 
 
-class _Result(da.Array):
-    """A result that knows where it is written.  What is made of it is an ordinary Dask array."""
+class LazyArray(da.Array):
+    """A result that knows its tasks, and its `Out` if it has one.  What is made of it is an ordinary Dask array.
 
-    _place: Any
+    With an `Out` its chunks are views of that, and all of it computed is that array.  Without one it is computed whole into
+    one array where it can be: else one thread joins copies of all chunks.
+    """
+
+    _tasks: Any
+    _out: Out | None
     _given_name: str
 
     @classmethod
-    def of(cls, place: Any, *args: Any, **kwargs: Any) -> Self:
+    def of(cls, tasks: Any, out: Out | None, *args: Any, **kwargs: Any) -> Self:
         array = cls(*args, **kwargs)
-        array._place, array._given_name = place, array.name
+        array._tasks, array._out, array._given_name = tasks, out, array.name
         return array
 
     @property
@@ -72,34 +75,33 @@ class _Result(da.Array):
         """Dask allows to assign to an array, which then has another name."""
         return self.name == self._given_name
 
-
-class WrittenArray(_Result):
-    """A result whose chunks are views of the array in its `Out`: computed whole it is that array."""
+    def compute(self, **kwargs: Any) -> Any:
+        """As that of any Dask array."""
+        here = scheduler_here(self, kwargs)
+        if here is None or not self._is_unchanged or type(self._meta) is not np.ndarray:
+            return super().compute(**kwargs)
+        out = None if self._out is None else self._out.array
+        if not here.is_watched:
+            whole = self._tasks.at_once(out, here.workers)
+            if whole is not None:
+                return whole
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        tasks = self._tasks.alone(out)
+        if tasks is None:
+            return da.Array.compute(self if self._out else self._tasks.into(out), **kwargs)
+        here.run(tasks)
+        return out
 
     def __dask_postcompute__(self) -> Any:
-        return (_whole, (self._place,)) if self._is_unchanged else super().__dask_postcompute__()
+        if self._out is None or not self._is_unchanged:
+            return super().__dask_postcompute__()
+        return _whole, (self._out,)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """`out` itself, or where NumPy wants a copy one: it makes none of what is returned here."""
+        """What is computed itself, or where NumPy wants a copy one: it makes none of what is returned here."""
         return np.array(self.compute(), dtype, copy=copy)
 
 
 def _whole(chunks: Any, out: Out) -> Any:
     return out.array
-
-
-class LazyArray(_Result):
-    """A result that is computed whole into one array where it can be: else one thread joins copies of all chunks.
-
-    Its place is a function that gives the result in an array.
-    """
-
-    def compute(self, **kwargs: Any) -> Any:
-        """As that of any Dask array."""
-        by = get_scheduler(scheduler=kwargs.get("scheduler"), collections=[self])
-        pool = kwargs.get("pool") or dask.config.get("pool", None)
-        is_of_threads = pool is None or isinstance(pool, (ThreadPool, ThreadPoolExecutor))  # it may be one of processes
-        is_here = by is dask.local.get_sync or (by is dask.threaded.get and is_of_threads)
-        if is_here and type(self._meta) is np.ndarray and self._is_unchanged and self.npartitions > 1:
-            return self._place(np.empty(self.shape, self.dtype)).compute(**kwargs)
-        return super().compute(**kwargs)
