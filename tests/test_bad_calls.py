@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -47,6 +48,47 @@ def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, o
         called(*some[: len(needed)], **{keyword: 1})
     with pytest.raises(TypeError, match=rf"^{function}: .*'{keyword}': here it is {ours}$"):
         cupyconv.explain(called, *some[: len(needed)], **{keyword: 1})
+
+
+def functions_of_arrays():
+    """Those that answer keywords of other libraries."""
+    return [name for name in cupyconv.__all__ if "foreign" in getattr(getattr(cupyconv, name), "__annotations__", {})]
+
+
+@pytest.mark.parametrize("name", functions_of_arrays())
+def test_an_argument_that_is_missing_may_have_come_by_another_name(name):
+    """Else what is missing is named as Python names it, with all that are, and not as a value that does not fit."""
+    function = getattr(cupyconv, name)
+    needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    given = dict.fromkeys(needed, np.ones((1, 1, 3)))
+    for lacking in needed:
+        less = {key: value for key, value in given.items() if key != lacking}
+        with pytest.raises(TypeError, match=rf"^{name}\(\) missing 1 required positional argument: '{lacking}'$"):
+            function(**less)
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'their_{lacking}': "):
+            function(**less, **{f"their_{lacking}": 1})
+        with pytest.raises(TypeError, match=rf"^{name}: missing a required argument: '{lacking}'$"):
+            cupyconv.explain(function, **less)
+    if len(needed) > 2:
+        more = f"{', '.join(map(repr, needed[:-1]))}, and {needed[-1]!r}"
+        with pytest.raises(
+            TypeError, match=rf"^{name}\(\) missing {len(needed)} required positional arguments: {more}$"
+        ):
+            function()
+
+
+def test_the_other_name_is_answered_before_what_is_missing():
+    for call in (
+        cupyconv.max_pool,
+        partial(cupyconv.explain, cupyconv.max_pool),
+        partial(cupyconv.vjp, cupyconv.max_pool),
+    ):
+        with pytest.raises(TypeError, match=r"'kernel_size': here it is kernel_shape$"):
+            call(np.ones((1, 1, 4)), kernel_size=2)
+    with pytest.raises(TypeError, match=r"^conv\(\) missing 2 required positional arguments: 'x' and 'weight'$"):
+        cupyconv.conv()
+    with pytest.raises(TypeError, match=r"^lstm\(\) missing 1 required positional argument: 'x'$"):
+        cupyconv.lstm(weight_ih=np.ones((4, 1)), weight_hh=np.ones((4, 1)), lengths=[1])
 
 
 def test_a_keyword_that_nobody_has_is_answered_with_all_of_ours():

@@ -26,7 +26,7 @@ import numpy as np
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
-from cupyconv.call.keywords import ours_for, unknown_keyword, without_foreign
+from cupyconv.call.keywords import let_arguments_be_missing, ours_for, refuse_missing, unknown_keyword
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
@@ -82,7 +82,7 @@ class Operation:
     ) -> None:
         if function is not None:
             _OPERATIONS[function] = self
-            function.__signature__ = without_foreign(function)  # type: ignore[attr-defined]
+            let_arguments_be_missing(function)
             settings = settings or [name for name in signature(function).parameters if name not in arrays]
         self._function = function
         self._check = check
@@ -99,13 +99,18 @@ class Operation:
             parameters = signature(self._function).parameters
             raise unknown_keyword(self._function.__name__, next(iter(arguments["foreign"])), parameters)
         if self._unpack is not None:
-            arguments = self._unpack(arguments)
+            try:
+                arguments = self._unpack(arguments)
+            except (TypeError, ValueError):
+                self._refuse_missing(arguments)
+                raise
         settings = self._settings_of(arguments)
         given, form, array_class = flat(self._arrays_of(arguments))
         key = self._key(given, form, array_class, settings, saving)
         known = _executables.get(key)
         if known is not None:
             return known.run_again(given)
+        self._refuse_missing(arguments)
         checked = self._checked(arguments, **({"saving": True} if saving else {}))
         executable = Executable(checked)
         result = executable.run(tuple(checked.arrays.values()))
@@ -113,6 +118,10 @@ class Operation:
             assert all(a is b for a, b in zip(given, checked.arrays.values(), strict=True)), "arrays in another order"
             _executables.keep(key, executable, executable.shared)
         return result
+
+    def _refuse_missing(self, arguments: Mapping[str, Any]) -> None:
+        if self._function is not None:
+            refuse_missing(self._function, arguments)
 
     def checked(self, arguments: dict[str, Any], on: str | None = None) -> CheckedCall:
         """The call that these arguments make; nothing is run."""
@@ -175,8 +184,10 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         arguments = known.bind(*args, **kwargs)
     except TypeError as error:
         unknown = [keyword for keyword in kwargs if keyword not in known.parameters]
-        answer = f": {ours_for(unknown[0], known.parameters)}" if unknown else ""
-        raise TypeError(f"{function.__name__}: {error}{answer}") from None
+        said = str(error)
+        if unknown:  # it may be what is missing
+            said = f"got an unexpected keyword argument {unknown[0]!r}: {ours_for(unknown[0], known.parameters)}"
+        raise TypeError(f"{function.__name__}: {said}") from None
     arguments.apply_defaults()
     return dict(arguments.arguments)
 
