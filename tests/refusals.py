@@ -45,6 +45,7 @@ def assert_refused(
     message = str(caught.value)
     missing = [word for word in words if not re.search(word, message)]
     assert not missing, f"{missing} not said in: {message}"
+    assert not re.search(r"[^\s\[(,'=]None(?!Type)", message), f"a hint that is none is said in: {message}"
     if before is not None:
         assert out.tobytes() == before, "out was written to"
     if launched is not None:

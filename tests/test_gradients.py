@@ -545,7 +545,8 @@ WEIGHT_REFUSALS = [
         ("grad without batch", [r"\bgrad\b", r"\(4, 6, 7\)"], dict(grad=Ones((4, 6, 7)))),
         ("kernel of another size", [*SHAPE_OF_GRAD, "4, 5"], dict(kernel_shape=(5, 5))),
         ("kernel with channels", ["kernel_shape", r"\(4, 5, 3, 3\)"], dict(kernel_shape=(4, 5, 3, 3))),
-        ("groups", ["groups", "2", "5"], dict(groups=2)),
+        ("groups", ["groups 2", "5 channels"], dict(groups=2)),
+        ("groups of grad", ["groups 5", r"4 channels of grad, of shape \(2, 4, 6, 7\)"], dict(groups=5)),
         ("out of another size", [r"\bout\b", r"\(4, 5, 3, 2\)", r"\(4, 5, 3, 3\)"], dict(out=Ones((4, 5, 3, 2)))),
     )
 ]

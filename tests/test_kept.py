@@ -151,7 +151,7 @@ def test_as_much_as_the_budget_may_be_reserved_and_no_more():
     cache = kept.Cache(10)
     cache.keep("key", bytes(1000))
     assert kept.reserve(kept.BUDGET - 1) and cache.get("key") is None
-    assert kept.reserve(1) and not kept.reserve(1) and kept.spent() == kept.BUDGET
+    assert kept.reserve(1) is True and kept.reserve(1) is False and kept.spent() == kept.BUDGET
     kept.release(kept.BUDGET)
     assert kept.spent() == 0
 

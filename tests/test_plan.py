@@ -160,6 +160,10 @@ def test_workspace_is_counted_whole():
     assert plan.workspace_bytes == buffers + sum(c.nbytes for c in plan.conversions)
     assert [c.buffer for c in plan.conversions] == ["x"] and plan.conversions[0].nbytes == 8 * x.size
     assert any("weight (float64) widens" in note for note in plan.notes)
+    page = str(plan)
+    assert "convert  x: float32 -> float64 (112.5 KiB)" in page and all(
+        f"note      {note}" in page for note in plan.notes
+    )
 
 
 # --- as a page ------------------------------------------------------------------------------------------------
@@ -215,10 +219,11 @@ def channels_last(*shape):
     "call, title, result",
     [
         ((cupyconv.conv_transpose, f32(2, 4, 10), f32(4, 3, 3)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 3 on 2 x 12", "float32 (2, 3, 12), C order"),
-        ((cupyconv.conv_transpose, channels_last(2, 4, 5, 6), f32(4, 3, 3, 3)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 3x3 on 2 x 7x8", "float32 (2, 3, 7, 8), channels-last"),
+        ((cupyconv.conv_transpose, channels_last(2, 4, 1, 2), f32(4, 3, 1, 1)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 1x1 on 2 x 1x2", "float32 (2, 3, 1, 2), channels-last"),
+        ((cupyconv.conv_transpose, channels_last(2, 4, 1, 1), f32(4, 3, 1, 1)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 1x1 on 2 x 1x1", "float32 (2, 3, 1, 1), C order"),
         ((cupyconv.conv_grad_input, f32(2, 3, 8, 8), f32(3, 4, 3, 3), [(2, 1, 10, 10), (2, 3, 10, 10)]), "conv_grad_input, the adjoint of conv 4 (merged from 1+3) -> 3 channels, kernel 3x3 on 2 x 10x10", "float32 (2, 1, 10, 10), (2, 3, 10, 10), C order"),
         ((cupyconv.conv_chain, f32(2, 4, 9), [cupyconv.ConvLayer(f32(5, 4, 3)), cupyconv.ConvLayer(f32(6, 5, 1))]), "chain of 2 convolutions", "float32 (2, 6, 7), C order"),
-        ((cupyconv.conv, channels_last(2, 4, 5, 6), f32(3, 4, 2, 2)), "conv 4 -> 3 channels, kernel 2x2 on 2 x 5x6", "float32 (2, 3, 4, 5), channels-last"),
+        ((cupyconv.conv, channels_last(2, 4, 5, 6), f32(3, 4, 5, 5)), "conv 4 -> 3 channels, kernel 5x5 on 2 x 5x6", "float32 (2, 3, 1, 2), channels-last"),
         ((cupyconv.conv, channels_last(2, 4, 5, 6), f32(3, 4, 5, 6)), "conv 4 -> 3 channels, kernel 5x6 on 2 x 5x6", "float32 (2, 3, 1, 1), C order"),
         ((cupyconv.max_pool, f32(2, 3, 8, 9), (2, 3)), "max_pool 3 channels, kernel 2x3 on 2 x 8x9", "float32 (2, 3, 4, 3)"),
         ((cupyconv.max_pool, [f32(2, 1, 8), f32(2, 2, 8)], 2), "max_pool 3 (1+2) channels, kernel 2 on 2 x 8", "float32 (2, 1, 4), float32 (2, 2, 4)"),
@@ -226,7 +231,7 @@ def channels_last(*shape):
         ((cupyconv.col2im, f32(2, 18, 49), (8, 9), (2, 3)), "col2im 3 channels, kernel 2x3 on 2 x 8x9", "float32 (2, 3, 8, 9)"),
         ((cupyconv.rnn, f32(5, 2, 3), f32(4, 3), f32(4, 4)), "rnn 3 -> 4, forward, on 5 steps x 2", "float32 (5, 2, 4)"),
     ],
-    ids=["transposed", "transposed, channels-last", "input gradient of a merge", "chain", "channels-last", "one pixel", "max_pool", "a list to pool", "im2col", "col2im", "rnn"],
+    ids=["transposed", "transposed, channels-last", "transposed, one pixel", "input gradient of a merge", "chain", "channels-last", "one pixel", "max_pool", "a list to pool", "im2col", "col2im", "rnn"],
 )  # fmt: skip
 @pytest.mark.parametrize("on", [None, "sm_90"])
 def test_a_page_begins_with_what_is_computed_and_its_result(call, title, result, on):
@@ -293,9 +298,10 @@ def test_rounds_are_equal_to_their_end(kinds, rounds):
     assert _rounds(kinds, 0) == rounds and _rounds([7, *kinds], 1) == rounds
 
 
-def test_the_page_of_nothing():
-    page = str(cupyconv.explain(cupyconv.conv, np.ones((0, 2, 9)), np.ones((3, 2, 3)), on="sm_90"))
-    assert "nothing to run: the result is empty" in page
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_the_page_of_nothing(on):
+    plan = cupyconv.explain(cupyconv.conv, np.ones((0, 2, 9)), np.ones((3, 2, 3)), on=on)
+    assert "nothing to run: the result is empty" in str(plan) and not plan.workspace
 
 
 def test_lost_alignment_is_named():

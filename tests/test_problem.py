@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import reference
 import reference_gradients
 from hypothesis import example, given
 from hypothesis import strategies as st
+from plans import recurrent_gradient_plan
 from test_any_call import FITTING
 
 import cupyconv
@@ -47,7 +49,20 @@ from cupyconv.problem.geometry import (
     tap_boxes,
 )
 from cupyconv.problem.machine import KNOWN_GPUS, nearest_gpu
-from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, Transform, _listed, every_step
+from cupyconv.problem.plan import (
+    Address,
+    Buffer,
+    Conversion,
+    GemmCall,
+    Kernel,
+    KernelLaunch,
+    LaunchLoop,
+    Matrix,
+    Rounds,
+    Transform,
+    _listed,
+    every_step,
+)
 from cupyconv.problem.polyphase import (
     MOST_PHASES,
     axis_phases,
@@ -136,6 +151,8 @@ def test_a_view_overlaps_itself_where_two_of_its_elements_share_a_byte(axes, ite
 def test_elements_beyond_a_million_are_not_listed():
     """These meet nowhere, which only a list of them shows."""
     assert not overlaps_itself((2, 1000), (12, 8), 4) and overlaps_itself((2, 1 << 20), (12, 8), 4)
+    assert not overlaps_itself((1, 1 << 21), (0, 4), 4), "an axis of one element is none"
+    assert not overlaps_itself((3, 1 << 20), (4 << 20, 4), 4), "rows one after the other need no list"
 
 
 @given(RANDOMS)
@@ -147,9 +164,13 @@ def test_views_of_operands_are_those_of_numpy(random):
     assert some.shape == (1, *array.shape[1:])
     assert some.offset == expected.ctypes.data - array.ctypes.data
     assert ((1 << 20) + some.offset) % some.alignment == 0
-    assert some.alignment == 16 or some.offset % (2 * some.alignment)
+    assert 0 < some.alignment <= 16 and (some.alignment == 16 or some.offset % (2 * some.alignment))
     assert some.strides == described.strides
     assert described.view((1, *array.shape[1:]), described.strides, 0).strides == (0, *described.strides[1:])
+    image = array[0, 0]
+    steps = {after - before for before, after in pairwise(offsets(image))}
+    assert described.pixels == image.size
+    assert described.pixel_stride == (steps.pop() // 4 if len(steps) == 1 else None)
     fresh = some.in_c_order("float64")
     assert (fresh.alignment, fresh.strides, fresh.nbytes) == (16, c_strides(some.shape), 2 * some.nbytes)
 
@@ -209,7 +230,15 @@ def test_some_taps_and_exchanged_pixels_read_the_same_elements(random):
         assert some.reached == padded, "nothing is left after the last window"
 
 
+@pytest.mark.parametrize("kernel, axis", [((1, 1, 1), 0), ((1, 1, 2), 2), ((1, 2, 1), 1), ((2, 1, 2), 0)], ids=str)
+def test_the_first_axis_of_several_taps(kernel, axis):
+    shapes = {"x": (1, 1, 4, 4, 4)}
+    geometry = conv_geometry(shapes, (1, 1, *kernel), batched=True, stride=1, padding=0, dilation=1, groups=1)
+    assert geometry.outermost == axis
+
+
 @given(st.integers(0, 300), st.integers(0, 300))
+@example(0, 5)
 def test_parts_are_as_few_as_fit_and_alike(extent, most):
     part = even_part(extent, most)
     parts = ranges_of(extent, part)
@@ -256,6 +285,17 @@ def test_a_convolution_in_words():
     plain = conv_geometry({"x": (2, 9)}, (3, 2, 4), batched=False, stride=1, padding=0, dilation=1, groups=1)
     assert str(plain) == "conv 2 -> 3 channels, kernel 4 on 1 x 9"
     assert str(pointwise_geometry({"xs": (3, 2)}, (4, 2))) == "conv 2 -> 4 channels, kernel 1 on 3 x 1"
+    many = pointwise_geometry({"xs": (3, 2, 4, 5, 6, 7)}, (4, 2))
+    assert str(many) == "conv 2 -> 4 channels, kernel 1x1x1 on 3 x 20x6x7"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_depthwise_convolution_has_one_channel_per_group(groups):
+    settings: Any = dict(batched=True, stride=1, padding=0, dilation=1, groups=groups)
+    geometry = conv_geometry({"x": (1, 4, 9)}, (8, 4 // groups, 2), **settings)
+    assert geometry.is_depthwise is (groups == 4)
+    assert (geometry.group_channels, geometry.group_outputs) == (4 // groups, 8 // groups)
+    assert (geometry.reduction, geometry.products) == (8 // groups, 8 * 8 * 8 // groups)
 
 
 # --- the phases of a transposed convolution -------------------------------------------------------------------
@@ -270,6 +310,11 @@ def seen(described: Operand, memory: dict[str, np.ndarray]) -> np.ndarray:
 @given(RANDOMS)
 def test_phases_are_convolutions_that_compute_the_same(random):
     """Each computed by the naive convolution, of the views that it describes."""
+    for _ in range(5):
+        check_phases(random)
+
+
+def check_phases(random: Random) -> None:
     rank, groups = random.randint(1, 3), random.choice((1, 1, 2, 3))
     inputs, outputs = random.choice(((2, 1), (1, 2), (1, 1), (2, 2), (3, 2)))
     kernel, size, stride, dilation = ([random.randint(1, 4 if rank < 3 else 3) for _ in range(rank)] for _ in range(4))
@@ -297,6 +342,7 @@ def test_phases_are_convolutions_that_compute_the_same(random):
         geometry, target = phase.geometry, seen(phase.out, memory)
         assert geometry.stride == (1, 1, 1) and target.shape[2:] == geometry.out_size
         if geometry.in_channels == 0:
+            assert len(phase.xs) == geometry.groups == 1
             target[...] = 0
             continue
         images = np.concatenate([seen(image, memory) for image in phase.xs], axis=1)
@@ -318,6 +364,8 @@ def test_weights_whose_exchange_is_no_view():
     exchanged = exchanged_view(merged)
     assert exchanged is not None and len(phase_problems(merged, exchanged)) == 2
     assert results_apart(merged) == [merged]
+    inputs: Any = checked_call(cupyconv.conv_transpose, [x, x], np.zeros((4, 2, 3, 3)), groups=2).problem
+    assert results_apart(inputs) == [inputs]
     conjugated: Any = checked_call(cupyconv.conv_grad_input, x + 0j, weight + 0j, (1, 2, 7, 7)).problem
     assert exchanged_view(conjugated) is None
     grouped: Any = checked_call(
@@ -347,24 +395,53 @@ def test_parts_of_results_compute_the_whole(random):
     np.testing.assert_array_equal(found, reference_gradients.conv_transpose(grad, weight, groups=groups))
 
 
-@given(*[st.integers(low, high) for low, high in ((1, 14), (1, 6), (1, 4), (0, 6), (1, 3))])
-def test_phases_in_one_convolution_find_their_taps_in_its_windows(size, kernel, stride, before, dilation):
-    pixels = max(1, (size + 2 * before - dilation * (kernel - 1) - 1) // stride + 1)
-    phases = axis_phases(size, pixels, kernel, stride, before, dilation)
-    try:
-        joint, own = joint_phase(phases, pixels, stride)
-    except NotApplicable:
-        assert any(not phase.taps or phase.dilation > 1 for phase in phases)
-        return
-    assert len(own) == len(phases)
-    assert joint.count == joint.before + pixels + joint.after - (len(joint.taps) - 1) * joint.dilation
-    assert len(joint.taps) == max(len(phase.taps) for phase in phases), "no window is longer than it has to be"
-    for phase, moved in zip(phases, own):
-        later = moved.count - phase.count
-        assert later >= 0 and moved.first + later * stride == phase.first and moved.count <= joint.count
-        assert (moved.taps, moved.dilation) == (phase.taps, phase.dilation)
-        assert moved.before - later == phase.before, "an element's first tap is that of the same pixel"
-        assert 0 <= joint.before - moved.before <= len(joint.taps) - len(phase.taps)
+#: Of an axis: size, kernel, stride, padding before it, dilation.
+SMALL_AXES = list(product((1, 2, 3, 5, 8), (1, 2, 3, 5), (1, 2, 3), (0, 1, 3), (1, 2, 3)))
+
+
+@pytest.mark.parametrize("pixels", [1, 2, 4])
+def test_phases_of_an_axis_meet_the_taps_that_reach_them(pixels):
+    """A tap of a pixel reaches one element, and is met in no other phase; where none does, a phase has no taps."""
+    for size, kernel, stride, before, dilation in SMALL_AXES:
+        reaching = {(p * stride + t * dilation - before, p, t) for p in range(pixels) for t in range(kernel)}
+        met, elements = set(), []
+        for phase in axis_phases(size, pixels, kernel, stride, before, dilation):
+            own = [phase.first + i * stride for i in range(phase.count)]
+            elements += own
+            read = [
+                (e, i - phase.before + j * phase.dilation, t)
+                for i, e in enumerate(own)
+                for j, t in enumerate(phase.taps)
+            ]
+            met |= {(element, pixel, tap) for element, pixel, tap in read if 0 <= pixel < pixels}
+            assert pixels + min(phase.before, 0) + min(phase.after, 0) > 0, "something is left of x"
+            assert not phase.taps or read[-1][1] == pixels + phase.after - 1, "padded up to what the last tap reads"
+        assert sorted(elements) == list(range(size))
+        assert met == {each for each in reaching if 0 <= each[0] < size}
+
+
+def test_phases_in_one_convolution_find_their_taps_in_its_windows():
+    joined = 0
+    for size, kernel, stride, before, dilation in SMALL_AXES:
+        pixels = max(1, (size + 2 * before - dilation * (kernel - 1) - 1) // stride + 1)
+        phases = axis_phases(size, pixels, kernel, stride, before, dilation)
+        try:
+            joint, own = joint_phase(phases, pixels, stride)
+        except NotApplicable:
+            assert any(not phase.taps or (phase.dilation > 1 and len(phases) > 1) for phase in phases)
+            continue
+        joined += len(phases) > 1
+        assert len(own) == len(phases)
+        assert joint.count == joint.before + pixels + joint.after - (len(joint.taps) - 1) * joint.dilation
+        assert len(joint.taps) == max(len(phase.taps) for phase in phases), "no window is longer than it has to be"
+        assert joint.first == 0 or len(phases) == 1
+        for phase, moved in zip(phases, own):
+            later = moved.count - phase.count
+            assert later >= 0 and moved.first + later * stride == phase.first and moved.count <= joint.count
+            assert (moved.taps, moved.dilation) == (phase.taps, phase.dilation)
+            assert moved.before - later == phase.before, "an element's first tap is that of the same pixel"
+            assert 0 <= joint.before - moved.before <= len(joint.taps) - len(phase.taps)
+    assert joined > 50
 
 
 def test_as_many_phases_as_are_allowed():
@@ -485,8 +562,9 @@ def test_activations_that_only_bound_say_their_bounds(spec):
 def test_pages_say_everything(name, random):
     """Each line of a plan has its words, on NumPy; and the problem has them too."""
     case = FITTING[name](random)
-    page = str(cupyconv.explain(getattr(cupyconv, name), **case))
-    assert "None" not in page and "result" in page
+    plan = cupyconv.explain(getattr(cupyconv, name), **case)
+    page = str(plan)
+    assert "None" not in page and "result" in page and all(buffer.nbytes for buffer in plan.workspace)
     first, *lines = page.splitlines()
     assert first.strip() and all(line.strip() for line in lines)
 
@@ -549,11 +627,21 @@ def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
     through = {"x": grad, "scale": scale, "shift": None, "sums": None, "through": True}
     back = PROLOGUE_GRADIENT.checked(usual | through, on).plan()
     assert (back.flops, back.minimal_bytes) == (4 * 30, 4 * (3 * 30 + 3 + 6))  # with the sums of scale and shift
+    assert (back.problem, back.result) == ("gradient of scale * x, float32 (2, 3, 1, 1, 5)", "float32 (2, 3, 1, 1, 5)")
     sums = EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False, "sums": True}, on).plan()
     assert (sums.flops, sums.minimal_bytes) == (30, 4 * (30 + 3))
     both = {"saved": grad, "through": True, "sums": True, "activation": "relu"}
     back = EPILOGUE_GRADIENT.checked(usual | both, on).plan()
     assert (back.flops, back.minimal_bytes) == (2 * 30, 4 * (3 * 30 + 3))
+    assert back.problem == "derivative of relu and sums of channels of float32 (2, 3, 1, 1, 5)"
+
+
+def test_operations_of_a_layers_gradients():
+    """Of each weight two products: what comes back through it, and its own gradient."""
+    back = recurrent_gradient_plan("rnn", "float32", (5, 2, 3, 4))
+    assert back.problem == "gradients of rnn 3 -> 4, forward, on 5 steps x 2"
+    assert "grad_x (5, 2, 3), grad_weight_ih (1, 4, 3), grad_weight_hh (1, 4, 4)" in back.result
+    assert back.flops == 2 * 2 * 10 * 4 * 7
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
@@ -634,6 +722,64 @@ def test_rounds_are_printed_once(names, lines):
     assert "".join(printed).replace("... ", " ") == lines
 
 
+@given(st.integers(0, 5000), st.integers(1, 700))
+@example(512, 256)
+def test_as_many_parts_as_a_buffer_has_room_for(room, nbytes):
+    parts = Buffer.parts_in(room, nbytes)
+    assert Buffer("parts", parts * nbytes).space <= room < Buffer("parts", (parts + 1) * nbytes).space
+
+
+def matrix(name: str) -> Matrix:
+    return Matrix(Address(name), 4, 0)
+
+
+def product_of(purpose: str) -> GemmCall:
+    return GemmCall(2, 3, 4, *map(matrix, "abc"), 1, "float32", "float32", "float32", purpose=purpose)
+
+
+def transform_of(purpose: str) -> Transform:
+    return Transform((8, 8), 3, Address("tiles"), Address("spectra"), "float32", purpose=purpose)
+
+
+@pytest.mark.parametrize(
+    "step, word",
+    [
+        (launch, "kernel   {}<"),
+        (product_of, "beta 0)  {}"),
+        (transform_of, "complex64  {}"),
+        (lambda name: LaunchLoop((launch("a"),), 4, name), "4 x, {} ="),
+        (lambda name: Rounds((launch(name),), (launch(name),), 3), "  kernel   {}<"),
+    ],
+    ids=["launches", "products", "transforms", "loops", "rounds"],
+)
+def test_steps_alike_are_printed_once_and_others_each(step, word):
+    """Up to four of them all; of more the first."""
+    names = [chr(ord("a") + i) for i in range(9)]
+    page = "\n".join(_listed(tuple(map(step, names))))
+    assert all(page.count(word.format(name)) == 1 for name in names)
+    for alike in (4, 5):
+        page = "\n".join(_listed((step("a"),) * alike))
+        assert page.count(word.format("a")) == (alike if alike == 4 else 1)
+        assert ("... and 4 more like it" in page) == (alike == 5)
+
+
+def test_what_is_converted_comes_first():
+    """The rest of the limit is what all else may have, which is never less than nothing."""
+    problem = checked_call(cupyconv.conv, X, W, groups=2).problem
+    assert problem.sharing_with(()) is problem
+    converted = [Conversion(name, "float32", "float64", problem.limit // 4) for name in ("x", "weight")]
+    assert problem.sharing_with(converted).limit == problem.limit // 2
+    assert problem.sharing_with(3 * converted).limit == 0
+
+
+def test_steps_of_a_layer_wait_for_each_other():
+    """And nothing of a convolution for anything."""
+    assert checked_call(cupyconv.conv, X, W, groups=2).problem.turns == 1
+    for steps in (0, 1, 5):
+        layer: Any = checked_call(cupyconv.rnn, zeros(steps, 2, 3), zeros(4, 3), zeros(4, 4)).problem
+        assert layer.turns == max(1, steps)
+
+
 def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
     """A larger limit leaves no less beside them."""
     limits, weights = range(1, 400), 100
@@ -652,3 +798,13 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_old
     assert shared == {
         "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
     }  # fmt: skip
+    assert replace(KNOWN_GPUS["sm_75"], arch="sm_70").shared_bytes == 64 << 10
+
+
+@pytest.mark.parametrize("gpu", KNOWN_GPUS.values(), ids=str)
+def test_fewer_bits_take_no_longer(gpu):
+    """Products of 16 bits, then TF32, then float32, which no library computes at all that the cores could do."""
+    rates = [gpu.gemm_rate(*kinds) for kinds in (("float16", "float32"), ("float32", "tf32"), ("float32", "float32"))]
+    assert rates == sorted(rates, reverse=True) and rates[2] < gpu.fp32
+    assert gpu.gemm_rate("bfloat16", "float32") == rates[0] == gpu.gemm16 and rates[1] == gpu.tf32
+    assert gpu.gemm_rate("float64", "float64") == gpu.gemm64

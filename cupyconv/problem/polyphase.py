@@ -126,9 +126,7 @@ def exchanged_view(problem: TransposedProblem) -> Operand | None:
     if geometry.groups > 1:
         if geometry.group_channels == 1:
             outputs = geometry.group_outputs * weight.stride_n
-        elif geometry.group_outputs == 1 and weight.stride_n == geometry.group_channels * weight.stride_c:
-            inputs = 0
-        else:
+        elif geometry.group_outputs > 1 or weight.stride_n != geometry.group_channels * weight.stride_c:
             return None
     return weight.view(shape, (outputs, inputs, *weight.strides[2:]), 0)
 

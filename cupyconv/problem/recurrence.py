@@ -108,14 +108,24 @@ _ROLES = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peep
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentProblem(Problem):
+class LayerProblem(Problem):
+    """What is computed of a recurrent layer, of which each step waits for the one before."""
+
+    geometry: RecurrentGeometry
+
+    @property
+    def turns(self) -> int:
+        return max(1, self.geometry.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentProblem(LayerProblem):
     """A recurrent layer over a sequence, or one step of it.
 
     Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
     (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
     """
 
-    geometry: RecurrentGeometry
     x: Operand
     weight_ih: Operand
     weight_hh: Operand
@@ -151,10 +161,6 @@ class RecurrentProblem(Problem):
         return 2 * self.geometry.products
 
     @property
-    def turns(self) -> int:
-        return max(1, self.geometry.steps)
-
-    @property
     def title(self) -> str:
         return str(self.geometry)
 
@@ -164,10 +170,9 @@ class RecurrentProblem(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentGradientProblem(Problem):
+class RecurrentGradientProblem(LayerProblem):
     """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
 
-    geometry: RecurrentGeometry
     dtype: str  # computed in, and that of the results
     arguments: tuple[Operand, ...]
     results: tuple[Operand, ...]
@@ -185,10 +190,6 @@ class RecurrentGradientProblem(Problem):
     def flops(self) -> int:
         """A product with each weight, and one for its gradient."""
         return 4 * self.geometry.products
-
-    @property
-    def turns(self) -> int:
-        return max(1, self.geometry.steps)
 
     @property
     def title(self) -> str:
