@@ -126,7 +126,7 @@ def test_a_recurrent_layer_is_divided_where_steps_are_large_and_samples_many():
 
 def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
     seen = []
-    x, weight = np.ones((2, 384, 30, 30), np.float32), np.ones((200, 384, 1, 1), np.float32)  # too large for parts
+    x, weight = np.ones((2, 700, 18, 18), np.float32), np.ones((100, 700, 1, 1), np.float32)  # too large for parts
     with threadpool_limits(2, "blas"):
         step = cupyconv.explain(cupyconv.conv, x, weight, stride=2).steps[0]
         assert step.threads == 1 and step.holds_blas
@@ -134,7 +134,7 @@ def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
         monkeypatch.setattr(type(step), "sums", lambda *block: (seen.append(numbers()), original(*block))[1])
         y = cupyconv.conv(x, weight, stride=2)
     assert seen and all(held == [1] for held in seen)
-    assert (y == 384).all()
+    assert (y == 700).all()
 
 
 @pytest.mark.parametrize("groups, rows", [(1, 7), (2, 7), (5, 3), (1, 1)])
@@ -158,6 +158,20 @@ def test_a_long_lone_product_is_divided_by_ours():
     assert step.rows_on == 2
     with cupyconv.options(threads=1):
         assert np.array_equal(y, cupyconv.conv(x, weight, padding=1, method="gemm"))
+
+
+@pytest.mark.parametrize(
+    "outputs, size, rows_on, blocks",
+    [(80, (50, 50), 1, 2), (2048, (7, 9), 2, 1)],  # each thread packs the smaller of the two operands
+)
+def test_a_lone_product_is_divided_along_its_longer_side(outputs, size, rows_on, blocks):
+    x = RNG.integers(-3, 3, (1, 160, *size)).astype(np.float32)
+    weight = RNG.integers(-3, 3, (outputs, 160, 1, 1)).astype(np.float32)
+    with threadpool_limits(2, "blas"):
+        step = cupyconv.explain(cupyconv.conv, x, weight).steps[0]
+        y = cupyconv.conv(x, weight)
+    assert (step.rows_on, step.blocks) == (rows_on, blocks)
+    assert np.array_equal(y[0], np.einsum("oc,chw->ohw", weight[..., 0, 0], x[0]))
 
 
 def test_small_problems_stay_on_the_calling_thread():

@@ -130,9 +130,7 @@ class LayersLoop(NumpyStep):
     def seconds(self) -> float:
         at_a_time = sum(_slot_bytes(_of_samples(self.problem.layers, self.samples)))
         stored = cost.between(self.problem.intermediate_bytes, at_a_time)
-        woken = sum(times for times, loop in self._runs if loop.threads > 1)
-        awake = max(0, woken - 1) * (cost.WAKE - cost.WAKE_AGAIN)
-        return stored + sum(times * loop.seconds for times, loop in self._runs) - awake
+        return stored + sum(times * loop.seconds for times, loop in self._runs)
 
     @property
     def turns(self) -> int:

@@ -35,11 +35,9 @@ CALL = 2.3e-6
 HANDOVER = 1.7e-6
 #: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
 REGION_CALLS = 10
-#: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
-#: one call it takes a third of this.
-WAKE = 300e-6
-#: The same right after other work of theirs, as of the next layer of a chain.
-WAKE_AGAIN = 100e-6
+#: Other threads that are woken, and waited for at the end, where calls follow one another.  After some milliseconds without one
+#: it takes up to three times as long: most calls of this size are of a row of them, as the layers of a network are.
+WAKE = 110e-6
 #: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
 #: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
 SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6

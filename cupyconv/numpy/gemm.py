@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -137,8 +138,16 @@ class Product(ConvLoop):
 
     @property
     def work(self) -> float:
-        products = self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)
-        return products + self.columns_written + self.store_work
+        return self.divided_work + self.columns_written + self.store_work
+
+    @property
+    def divided_work(self) -> float:
+        """What products take where threads divide each: of one group ours have rows of the weight, and pack all columns each."""
+        groups, (rows, reduction, columns) = self.geometry.groups, self._sizes
+        if self.rows_on == 1 or groups >= self.rows_on or self.parts:
+            return self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)
+        own = cost.product(-(-rows // self.rows_on), reduction, columns, self.problem)
+        return cost.BESIDE_OTHERS * self.blocks * groups * own
 
     def seconds_on(self, threads: int) -> float:
         return super().seconds_on(threads) + (cost.WAKE if self.rows_on > 1 else 0.0)
@@ -171,10 +180,13 @@ class View(Product):
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
             # In no memory but the result's.
-            geometry = problem.geometry
-            threads = 1 if is_undivided(problem) else problem.host.threads
+            geometry, threads = problem.geometry, problem.host.threads
             share = share_of_pixels(geometry, threads, geometry.batch * geometry.pixels)
-            return cls(problem, block_of_pixels(geometry, share, geometry.batch), problem.host.threads // threads)
+            blocks = cls(problem, block_of_pixels(geometry, share, geometry.batch))
+            if not is_undivided(problem):
+                return blocks
+            whole = cls(problem, (geometry.batch, *geometry.out_size), threads)
+            return min(whole, blocks, key=attrgetter("seconds")) if problem.host.most else whole
         return super().fitted(problem, fixed, limit)
 
     @classmethod
