@@ -174,6 +174,24 @@ def test_a_1x1_gradient_of_channels_last_images(target, dtype, orders):
     assert_exact(target.to_host(turned), expected, dtype)
 
 
+@pytest.mark.parametrize(
+    "dtype, outputs, is_turned", [("float32", 32, True), ("float32", 128, False), ("float64", 32, False)]
+)
+def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, outputs, is_turned):
+    rng, rows = np.random.default_rng(9), []
+    x, grad = (rng.integers(-3, 4, (1, channels, 24, 24)).astype(dtype) for channels in (200, outputs))
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 1)
+    assert plan.steps[0].name == "view" and plan.steps[0].blocks == 1
+    assert ("products" in {buffer.name for buffer in plan.workspace}) == is_turned
+    original = np.matmul
+    monkeypatch.setattr(
+        np, "matmul", lambda a, *others, **out: (rows.append(a.shape[-2]), original(a, *others, **out))[1]
+    )
+    result = cupyconv.conv_grad_weight(grad, x, 1)
+    assert rows == [200 if is_turned else outputs]
+    assert_exact(result[..., 0, 0], np.einsum("ohw,chw->oc", grad[0], x[0]), dtype)
+
+
 def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
     def written(out):
         """Where products of a lone sample go."""

@@ -35,7 +35,8 @@ from cupyconv.problem.problems import WeightGradientProblem
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
-#: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
+#: Outputs below which a product of float32 is taken transposed, where that makes it taller than wide: BLAS takes up to half as
+#: long for it.  In float64 it takes no less.
 _MANY_OUTPUTS = 128
 
 #: Pixels of a run of a product of few elements, and the fewest; and elements up to which a product has them: BLAS packs no
@@ -133,7 +134,8 @@ class WeightGradientLoop(PixelLoop):
             replace(loop, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece)
             for first in firsts
         ]
-        is_sum = cls.products_are_summed and loop.blocks == 1 and in_place
+        turns = turns_product(geometry.group_outputs, geometry.reduction, loop.x_dtype)
+        is_sum = cls.products_are_summed and loop.blocks == 1 and in_place and not turns
         sizes = {
             "sums": (loop.threads - in_place) * rows * row,
             "products": 0 if is_sum else loop.threads * piece * product,
@@ -286,10 +288,10 @@ class WeightRun:
             self._add_runs(grad, columns, sums, is_first, run)
             return
         transposed = columns.swapaxes(1, 2)
-        swaps = self.geometry.group_outputs < min(_MANY_OUTPUTS, columns.shape[1])
+        swaps = turns_product(self.geometry.group_outputs, columns.shape[1], columns.dtype)
         for piece in parts_of(sums.shape[1], self.loop.piece):
             target = sums[:, piece]
-            if is_first and target.ndim == 3 and target.strides[-1] == target.itemsize:
+            if is_first and not swaps and target.ndim == 3 and target.strides[-1] == target.itemsize:
                 np.matmul(grad[:, piece], transposed, out=target)
                 continue
             shape = (*target.shape[:2], columns.shape[1])
@@ -318,6 +320,11 @@ class WeightRun:
             sums[...] = total.reshape(sums.shape)
         else:
             sums += total.reshape(sums.shape)
+
+
+def turns_product(outputs: int, columns: int, dtype: np.dtype) -> bool:
+    """Whether a product of so many outputs and columns is computed with these two exchanged."""
+    return dtype == np.float32 and outputs < min(_MANY_OUTPUTS, columns)
 
 
 def pixels_of_run(outputs: int, columns: int, pixels: int) -> int:
