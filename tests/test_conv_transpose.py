@@ -25,7 +25,8 @@ from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transpos
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.numpy.gathered import GatheredLoop
+from cupyconv.numpy import cost
+from cupyconv.numpy.gathered import GatheredLoop, Zeros
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.problem.polyphase import axis_phases
 
@@ -130,6 +131,29 @@ def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, 
     window = {name: value for name, value in settings.items() if name != "output_padding"}
     again = cupyconv.conv_grad_input(x, weight.conj(), expected.shape, **window)
     assert_exact(again, expected - bias.reshape(-1, *(1,) * (x.ndim - 2)), x_dtype)
+
+
+@pytest.mark.parametrize("kernel, stride, parts", [((1, 1), 2, 1), ((3, 1), 2, 2), ((2, 2), 3, 4), ((1, 3), (1, 4), 3)])
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
+@pytest.mark.parametrize("channels", [[32], [16, 24]])
+def test_what_no_tap_reaches_is_filled_at_once(kernel, stride, parts, dtype, channels, monkeypatch):
+    """Zeros all over the results, then the parts that taps reach; into any memory."""
+    monkeypatch.setattr(cost, "least_scattered", lambda problem: np.inf)
+    rng = np.random.default_rng(3)
+    grad, weight = (
+        rng.integers(-3, 4, shape).astype(dtype) for shape in ((2, 48, 9, 11), (48, sum(channels), *kernel))
+    )
+    size = [(extent - 1) * by + taps for extent, by, taps in zip((9, 11), np.broadcast_to(stride, 2), kernel)]
+    memory = [np.full((2, count, size[0] + 1, 2 * size[1]), np.nan, dtype) for count in channels]
+    outs = [array[:, :, 1:, ::2] for array in memory]
+    arguments = grad, weight, [out.shape for out in outs]
+    plan = cupyconv.explain(cupyconv.conv_grad_input, *arguments, stride=stride, out=outs)
+    (steps,) = (getattr(step, "loops", plan.steps) for step in plan.steps[:1])
+    assert [type(step) for step in steps] == [Zeros] + [GatheredLoop] * parts * len(outs)
+    cupyconv.conv_grad_input(*arguments, stride=stride, out=outs)
+    expected = reference_gradients.conv_transpose(grad, weight, stride=stride)
+    assert_exact(np.concatenate(outs, axis=1), expected, dtype)
+    assert all(np.isnan(array[:, :, :1]).all() and np.isnan(array[..., 1::2]).all() for array in memory)
 
 
 # --- where the result begins and ends --------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 
     result, stride 2    e o e o e o      even elements are reached through some taps, odd ones through the others:
     x                   |   |   |        two convolutions of stride 1, each written to every other element
+
+What no tap reaches, of a stride larger than the kernel, is zeros: they are written all over the result first.
 """
 
 from __future__ import annotations
@@ -140,6 +142,43 @@ class GatheredLoop(GatheringStep):
         return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)
 
 
+@dataclass(frozen=True)
+class Zeros(NumpyStep):
+    """Zeros all over results that taps do not reach everywhere, before what they reach is written.
+
+    One run of memory takes a fraction of what the elements take that no tap reaches, which lie apart.
+    """
+
+    problem: TransposedProblem
+
+    #: As those of the loops that follow it.
+    adds_zeros = has_zero_taps = False
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(out.nbytes for out in self.problem.outs)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def calls(self) -> float:
+        return len(self.problem.outs)
+
+    @property
+    def seconds(self) -> float:
+        elements = sum(prod(out.shape) for out in self.problem.outs)
+        return cost.copied(elements, elements, self.problem.dtype) + self.calls * cost.CALL
+
+    def __str__(self) -> str:
+        return "fill     zeros, where no tap reaches"
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        for out in self.problem.outs:
+            arrays[out.name][...] = 0
+
+
 def check_gathers(problem: TransposedProblem) -> None:
     """NotApplicable where the results are no convolutions of x."""
     if problem.geometry.padding_mode != "constant" or not problem.weight_is_finite:
@@ -159,7 +198,9 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         raise NotApplicable("the result is empty")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
     within, problems = replace(problem, workspace_limit=problem.limit_with(weight) - weight), []
-    for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):
+    has_epilogue = bool(problem.bias or problem.pre or problem.activation)
+    reached = phases if has_epilogue else [phase for phase in phases if is_reached(phase)] or phases
+    for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), reached):
         taps = [axis.taps for axis in phase] if is_reached(phase) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(problem.weight, shape=shape, strides=c_strides(shape))
@@ -167,7 +208,8 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         if not is_reached(phase):
             part = replace(part, method="auto")
         problems.append((part, out.name, first, phase))
-    plans, steps = [], []
+    plans: list[Plan] = []
+    steps: list[NumpyStep] = [Zeros(problem)] if len(reached) < len(phases) else []
     known: dict[tuple[Any, ...], Plan] = {}  # of parts that differ by a row of padding at most
     for part, name, first, phase in problems:
         kind = part.geometry.kernel, part.geometry.in_channels, part.geometry.out_channels, part.method

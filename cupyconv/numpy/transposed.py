@@ -14,7 +14,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.choice import FFT, Method, choose
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
-from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
+from cupyconv.numpy.gathered import GatheredLoop, Zeros, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
 from cupyconv.numpy.windows import KEPT_REGIONS
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
@@ -25,7 +25,7 @@ from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_w
 if TYPE_CHECKING:
     from cupyconv.numpy.interleaved import InterleavedLoop
 
-    TransposedLoop: TypeAlias = GatheredLoop | InterleavedLoop | ScatteredLoop
+    TransposedLoop: TypeAlias = GatheredLoop | Zeros | InterleavedLoop | ScatteredLoop
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
