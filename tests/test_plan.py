@@ -299,8 +299,9 @@ def test_rounds_are_equal_to_their_end(kinds, rounds):
 
 
 @pytest.mark.parametrize("on", [None, "sm_90"])
-def test_the_page_of_nothing(on):
-    plan = cupyconv.explain(cupyconv.conv, np.ones((0, 2, 9)), np.ones((3, 2, 3)), on=on)
+@pytest.mark.parametrize("shape, taps", [((0, 2, 9), 3), ((1, 2, 0), 1)], ids=["no sample", "no pixel"])
+def test_the_page_of_nothing(shape, taps, on):
+    plan = cupyconv.explain(cupyconv.conv, np.ones(shape), np.ones((3, 2, taps)), on=on)
     assert "nothing to run: the result is empty" in str(plan) and not plan.workspace
 
 

@@ -75,7 +75,7 @@ from cupyconv.problem.polyphase import (
 )
 from cupyconv.problem.problems import NotApplicable, Problem, Prologue, without_empty_inputs
 from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
-from cupyconv.problem.transforms import MOST_SHARES, share_problem, share_sizes
+from cupyconv.problem.transforms import MOST_SHARES, is_real, share_problem, share_sizes
 
 RANDOMS = st.randoms(use_true_random=False)
 
@@ -618,6 +618,16 @@ def test_operations_and_the_least_bytes(name, on):
     (function, *arguments, settings), flops, elements = FIGURES[name]
     plan = cupyconv.explain(function, *arguments, **settings, on=on)
     assert (plan.flops, plan.minimal_bytes) == (flops, 4 * elements)
+
+
+@pytest.mark.parametrize("x", [X, X + 0j], ids=["real x", "complex x"])
+@pytest.mark.parametrize("weight", [W, W + 0j], ids=["real weight", "complex weight"])
+def test_which_factor_is_complex(x, weight):
+    problem: Any = checked_call(cupyconv.conv, x, weight, groups=2).problem
+    kinds = x.dtype.kind == "c", weight.dtype.kind == "c"
+    assert problem.x_alone_is_complex is (kinds == (True, False))
+    assert problem.factor_alone_is_complex is (kinds == (False, True))
+    assert problem.is_one_kind is (kinds[0] == kinds[1]) and is_real(problem) is (not any(kinds))
 
 
 @pytest.mark.parametrize("on", [None, "sm_90"])
