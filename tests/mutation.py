@@ -497,7 +497,7 @@ def measure(path: Path, items: list[pytest.Item]) -> None:
         reports = runtestprotocol(item, nextitem=following, log=False)
         if all(report.passed for report in reports):  # one that fails or is skipped says nothing of a mutant
             seconds[item.nodeid] = time.process_time() - begin
-            for file, line in here:
+            for file, line in here.copy():  # at once: a worker may still run
                 lines.setdefault(f"{Path(file).relative_to(ROOT)}:{line}", []).append(item.nodeid)
     kept_lines(path).write_bytes(pickle.dumps((seconds, lines)))
 

@@ -27,9 +27,10 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import CheckedCall
 from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_gradient
-from cupyconv.numpy.backend import NumpyBackend
+from cupyconv.numpy.backend import NumpyBackend, kept_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
+from cupyconv.numpy.gemm import View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -73,7 +74,8 @@ def any_conv(random: Random, make: Make, scale: int, times: int = 1) -> tuple[An
         first = random.randint(1, parts[0] - 1)
         parts = [first, parts[0] - first]
     xs = [make(batch, part, *size, dtype=dtype, order=order) for part in parts]
-    weight = make(groups * outputs, channels, *kernel, dtype=dtype)
+    of_weight = {"complex64": "float32", "float32": "complex64"}.get(dtype, dtype) if random.random() < 0.1 else dtype
+    weight = make(groups * outputs, channels, *kernel, dtype=of_weight, order=random.choice(("C", "C", "last")))
     settings: dict[str, Any] = dict(stride=stride, dilation=dilation, groups=groups)
     if max(stride) == 1 and random.random() < 0.6:
         settings |= dict(
@@ -83,8 +85,15 @@ def any_conv(random: Random, make: Make, scale: int, times: int = 1) -> tuple[An
             del settings["padding_mode"]
     if random.random() < 0.3:
         settings["bias"] = make(groups * outputs, dtype=dtype)
-    if dtype != "complex64" and random.random() < 0.3:
-        settings["activation"] = "relu"
+    activation = None if "complex64" in (dtype, of_weight) else "relu"
+    if random.random() < 0.3:
+        settings["activation"] = activation
+    if random.random() < 0.2:
+        vectors = (make(sum(parts), dtype=dtype) if random.random() < 0.7 else None for _ in range(2))
+        settings["prologue"] = *vectors, random.choice((None, activation))
+    if random.random() < 0.2:
+        (result,) = checked_call(cupyconv.conv, xs, weight, **settings).results
+        settings["residual"] = make(*result.shape, dtype=dtype, order=random.choice(("C", "last")))
     return cupyconv.conv, (xs if len(xs) > 1 else xs[0], weight), settings
 
 
@@ -92,7 +101,8 @@ def gradient(
     random: Random, make: Make, scale: int, times: int = 1, *, of_weight: bool
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     function, (x, weight), settings = any_conv(random, make, scale, times)
-    settings = {name: value for name, value in settings.items() if name not in ("bias", "activation")}
+    window = "stride", "padding", "padding_mode", "dilation", "groups"
+    settings = {name: value for name, value in settings.items() if name in window}
     (result,) = checked_call(function, x, weight, **settings).results
     grad = make(*result.shape, dtype=weight.dtype, order=random.choice(("C", "last")))
     xs = x if isinstance(x, list) else [x]
@@ -120,7 +130,9 @@ def problem_of(name: str, random: Random, threads: int = 0, times: int = 1) -> t
     item = ITEMSIZE[accumulator(problem.dtype)]
     if name == "conv_grad_weight":  # the sums of an output of each group
         return problem, geometry.groups * geometry.reduction * item
-    return problem, geometry.out_channels * geometry.reduction * item
+    if name == "conv_grad_input" and problem.weight.itemsize < item:
+        item += problem.weight.itemsize  # turned as it is, then widened
+    return problem, geometry.out_channels * geometry.reduction * item * (1 + problem.factor_alone_is_complex)
 
 
 def planned(problem: ProductsProblem, method: str = "auto", limit: int = 0) -> Plan | None:
@@ -307,34 +319,96 @@ def test_every_way_computes_the_same(name, seed):
         np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
 
 
-#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python, and buffers of NumPy's loops; those of
-#: a call, of each turn, and of each tap where it reads a border.
-OBJECTS, OF_A_TURN, OF_A_BORDER = 70_000, 250, 10_000
+#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each turn, and of each
+#: tap where it reads a border.
+OBJECTS, OF_A_TURN, OF_A_BORDER = 25_000, 250, 10_000
 #: Ways with so many of these objects that nothing can be said of so small arrays, or with loops of NumPy's that have buffers.
-NOT_MEASURED = (ScatteredLoop, depthwise.ScaledRuns, depthwise.ScaledTaps, weight_gradient.GradientTaps)
+NOT_MEASURED = (ScatteredLoop, depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps)
+#: Ways that take no memory but for a few epilogues and shapes, and count it where these may be.
+IN_PLACE = (View, weight_gradient.GradientView)
+#: How much more a plan may count than is taken: for a product of more taps, or of a larger block, than there are.
+FAR_MORE = 12
+
+
+@pytest.fixture
+def small_buffers():
+    """NumPy's loops have memory of their own for operands that are cast: here for 16 elements."""
+    before = np.setbufsize(16)
+    yield
+    np.setbufsize(before)
+
+
+def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that a plan's run takes at its peak, after the first, and the most of them that no plan counts."""
+    with BACKEND.current():
+        run = partial(BACKEND.prepare(plan), arrays)
+        run()  # sets up what all runs share, and what regions are read
+        for dtype in ("float32", "float64", "complex64", "complex128"):
+            kept_scratch(np.dtype(dtype))._give_back()
+        peak = peak_bytes(run)
+    objects = OBJECTS
+    for loop in loops_of(plan):
+        border = OF_A_BORDER * loop.geometry.taps * (loop.geometry.padding_mode != "constant")
+        objects += OF_A_TURN * loop.turns + border
+    return peak, objects
 
 
 @pytest.mark.parametrize("name", ["conv", "conv_grad_weight"])
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
-def test_every_way_takes_the_memory_that_it_says(name, seed):
+def test_every_way_takes_the_memory_that_it_says(name, small_buffers, seed):
+    """No more, and not far less: what is counted and not taken makes blocks smaller than they may be."""
     random = Random(seed)
-    call, _ = call_into_any_array(name, random, 40)
-    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 20))
+    call, _ = call_into_any_array(name, random, 60)
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 22))
     assume(problem.geometry.products < 10_000_000)
-    borders = OF_A_BORDER * problem.geometry.taps * (problem.geometry.padding_mode != "constant")
-    before = np.setbufsize(16)
-    try:
-        for way in (way for way in ways_for(name, problem) if not issubclass(way, NOT_MEASURED)):
-            if plan := by_way(problem, way):
-                with BACKEND.current():
-                    run = partial(BACKEND.prepare(plan), call.arrays)
-                    run()
-                    cupyconv.clear_caches()
-                    objects = OBJECTS + OF_A_TURN * sum(loop.turns for loop in loops_of(plan)) + borders
-                    assert peak_bytes(run) <= plan.workspace_bytes + objects, plan
-    finally:
-        np.setbufsize(before)
+    for way in (way for way in ways_for(name, problem) if not issubclass(way, NOT_MEASURED)):
+        if plan := by_way(problem, way):
+            peak, objects = taken(plan, call.arrays)
+            assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
+            # A lone product has its memory since the first run.
+            if not issubclass(way, IN_PLACE) and not any(getattr(loop, "lone", None) for loop in loops_of(plan)):
+                assert peak + OBJECTS >= plan.workspace_bytes // FAR_MORE, (peak, way, plan)
+
+
+def ones(*shape: int, dtype: str = "float32", order: str = "C") -> np.ndarray:
+    values = np.ones(shape, dtype)
+    return np.moveaxis(np.moveaxis(values, 1, -1).copy(), -1, 1) if order == "last" else values
+
+
+#: A way, and a call of which it took far more than it said.
+NOT_COUNTED = {
+    "a weight in the order of its taps, which is transformed": (
+        "Winograd", cupyconv.conv, (ones(5, 17, 8, 14, 3), ones(42, 17, 3, 3, 3)), {},
+    ),
+    "a weight copied twice": (
+        "Columns", cupyconv.conv,
+        (ones(8, 21, 4, 9, 4), ones(100, 21, 3, 3, 3, dtype="complex64", order="last")), {"stride": (1, 3, 2)},
+    ),
+    "a prologue of two steps": (
+        "Columns", cupyconv.conv, (ones(11, 28, 6, 5, 4), ones(6, 28, 1, 1, 1)), {"prologue": (ones(28), ones(28), None)},
+    ),
+    "the product of a tap, beside the only block's sums": (
+        "GradientMecProducts", cupyconv.conv_grad_weight, (ones(11, 104, 1, 4, 2, dtype="complex64"), ones(11, 54, 3, 12, 7, dtype="complex64"), (3, 3, 2)),
+        {"stride": (1, 3, 3), "groups": 2},
+    ),
+    "what came back of the outputs before": (
+        "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_COUNTED)
+def test_what_took_more_memory_than_it_said(name, small_buffers):
+    way, function, arguments, settings = NOT_COUNTED[name]
+    call = checked_call(function, *arguments, **settings)
+    (result,) = call.results
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=1_500_000)
+    (known,) = (each for each in ways_for(function.__name__, problem) if each.__name__ == way)
+    plan = by_way(problem, known)
+    assert plan
+    peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
+    assert peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
 @pytest.mark.parametrize("name", ANY)

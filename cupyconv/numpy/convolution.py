@@ -321,8 +321,10 @@ RunOf = Callable[[ConvLoop, Mapping[str, Any], Scratch], ConvRun]
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
-    """The number of temporary copies of what is read: one where borders are gathered, one more for a prologue's activation."""
-    return (geometry.padding_mode != "constant") + bool(prologue.activation)
+    """The number of temporary copies of what is read: one where borders are gathered, and one where a prologue does more to
+    what it has written, which NumPy copies where rows have gaps.
+    """
+    return (geometry.padding_mode != "constant") + bool(prologue.activation or (prologue.scale and prologue.shift))
 
 
 def sums_per_pixel(problem: ConvProblem) -> int:
@@ -400,14 +402,10 @@ def is_matrix(image: Operand) -> bool:
 
 
 def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
-    """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
+    """Bytes of copies of the weight: one where it has another dtype or order, and one where parts are taken apart."""
     weight = problem.weight
-    as_it_lies = (
-        weight.dtype == accumulator(problem.weight_dtype)
-        and weight.strides == c_strides(weight.shape)
-        and not problem.factor_alone_is_complex
-    )
-    return 0 if as_it_lies else copy_bytes(weight, problem.weight_dtype)
+    as_it_lies = weight.dtype == accumulator(problem.weight_dtype) and weight.strides == c_strides(weight.shape)
+    return ((not as_it_lies) + problem.factor_alone_is_complex) * copy_bytes(weight, problem.weight_dtype)
 
 
 def copy_bytes(weight: Operand, dtype: str) -> int:

@@ -150,6 +150,7 @@ class GradientFft(WeightGradientLoop):
                     target[...] = product.reshape(target.shape)
                 else:
                     target += product.reshape(target.shape)
+                del product  # before memory for the next one is had
 
     def _product(self, images: Images, block: Block, x: np.ndarray, grad: np.ndarray) -> np.ndarray:
         """The gradients (groups, outputs, channels, *taps) of some outputs."""

@@ -136,6 +136,7 @@ class GradientMecProducts(_Sharing):
 
     name = "MEC columns"
     words = "columns that {taps} taps share, and products"
+    products_are_summed = False  # those of a tap lie apart
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -240,6 +241,7 @@ class GradientTaps(WeightGradientLoop):
 
     name = "taps"
     words = "tap by tap, no columns"
+    products_are_summed = False  # those of a tap lie apart
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:

@@ -211,7 +211,9 @@ class Winograd(TiledLoop, ConvLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        return factor_bytes(problem.geometry) if keeps_weight(problem.geometry) else 0
+        geometry = problem.geometry
+        by_tap = kernels_of(geometry) * geometry.taps * FLOAT32.itemsize  # which it is made of
+        return factor_bytes(geometry) + by_tap if keeps_weight(geometry) else 0
 
     @property
     def work(self) -> float:
