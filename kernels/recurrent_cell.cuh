@@ -196,12 +196,41 @@ struct UnitCell {
         for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
     }
 
-    __device__ __forceinline__ void finish(const RecurrentParams& params, int d, const A (&sum)[GATE_COUNT]) {
+    // `f` is DefaultGates or GivenGates.
+    template <class F>
+    __device__ __forceinline__ void finish(const RecurrentParams& params, const A (&sum)[GATE_COUNT], F f) {
         if (!valid()) return;
-        if (params.default_gates)
-            finish(params, sum, DefaultGates{});
-        else
-            finish(params, sum, GivenGates{params, d});
+        if constexpr (GATE_COUNT == 4) {
+            add_inputs(sum);
+            if (params.peephole.data) {
+                a[0] += peephole[0] * c;
+                a[1] += peephole[1] * c;
+            }
+#pragma unroll
+            for (int g = 0; g < 3; ++g) a[g] = f.bounded(a[g]);
+            const A i = f.gate(a[0]);
+            const A open = f.gate(a[1]), forget = params.input_forget ? A(1) - i : open;
+            c = forget * c + i * f.candidate(a[2]);
+            if (params.peephole.data) a[3] += peephole[2] * c;
+            a[3] = f.bounded(a[3]);
+            h = f.gate(a[3]) * f.output(c);
+        } else if constexpr (GATE_COUNT == 3) {
+            a[0] = f.bounded(a[0] + sum[0]);
+            a[1] = f.bounded(a[1] + sum[1]);
+            q = sum[2] + q_bias;
+            a[2] = f.bounded(a[2] + f.gate(a[0]) * q);
+            mix(f.gate(a[1]), f.candidate(a[2]));
+        } else if constexpr (GATE_COUNT == 2) {
+            a[0] = f.bounded(a[0] + sum[0]);
+            a[1] = f.bounded(a[1] + sum[1]);
+            q = f.gate(a[0]) * h;
+        } else {
+            a[0] = f.bounded(a[0] + sum[0]);
+            if (params.is_candidate)
+                mix(f.gate(gates[-(long long)params.hidden]), f.candidate(a[0]));  // z was left there
+            else
+                h = f.only(a[0]);
+        }
     }
 
     __device__ __forceinline__ void publish(const RecurrentParams& params) const {
@@ -265,41 +294,6 @@ struct UnitCell {
 
     __device__ __forceinline__ A* cell_at(const RecurrentParams& params, int d) const {
         return static_cast<A*>(params.cells) + (long long)params.batch * params.hidden * d + own_state;
-    }
-
-    template <class F>
-    __device__ __forceinline__ void finish(const RecurrentParams& params, const A (&sum)[GATE_COUNT], F f) {
-        if constexpr (GATE_COUNT == 4) {
-            add_inputs(sum);
-            if (params.peephole.data) {
-                a[0] += peephole[0] * c;
-                a[1] += peephole[1] * c;
-            }
-#pragma unroll
-            for (int g = 0; g < 3; ++g) a[g] = f.bounded(a[g]);
-            const A i = f.gate(a[0]);
-            const A open = f.gate(a[1]), forget = params.input_forget ? A(1) - i : open;
-            c = forget * c + i * f.candidate(a[2]);
-            if (params.peephole.data) a[3] += peephole[2] * c;
-            a[3] = f.bounded(a[3]);
-            h = f.gate(a[3]) * f.output(c);
-        } else if constexpr (GATE_COUNT == 3) {
-            a[0] = f.bounded(a[0] + sum[0]);
-            a[1] = f.bounded(a[1] + sum[1]);
-            q = sum[2] + q_bias;
-            a[2] = f.bounded(a[2] + f.gate(a[0]) * q);
-            mix(f.gate(a[1]), f.candidate(a[2]));
-        } else if constexpr (GATE_COUNT == 2) {
-            a[0] = f.bounded(a[0] + sum[0]);
-            a[1] = f.bounded(a[1] + sum[1]);
-            q = f.gate(a[0]) * h;
-        } else {
-            a[0] = f.bounded(a[0] + sum[0]);
-            if (params.is_candidate)
-                mix(f.gate(gates[-(long long)params.hidden]), f.candidate(a[0]));  // z was left there
-            else
-                h = f.only(a[0]);
-        }
     }
 
     __device__ __forceinline__ void mix(A z, A n) { h = (A(1) - z) * n + z * h; }

@@ -22,9 +22,14 @@
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight per unit, in a
-//     product), SAMPLES (of a thread: 1 or 4)
+//     product), SAMPLES (of a thread: 1 or 4), GIVEN_GATES (1: gates have the activations and the bound that are given;
+//     the others, which are sigmoids and hyperbolic tangents, have no code for that in their step)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
+
+#ifndef GIVEN_GATES
+#define GIVEN_GATES 0
+#endif
 
 using namespace cupyconv;
 
@@ -59,7 +64,10 @@ __device__ __forceinline__ void take_step(
         A sum[COUNT] = {};
         tile.multiply(shared, rows, weight, pitch, sum, [&] { await(counter, arrivals); });
         cell.add_bias();
-        cell.finish(params, tile.d, sum);
+        if constexpr (GIVEN_GATES)
+            cell.finish(params, sum, GivenGates{params, tile.d});
+        else
+            cell.finish(params, sum, DefaultGates{});
         cell.publish(params);
         arrive(counter);
         cell.record(params, tile.d, tile.sample(0), tile.unit(0), step, goes_on);

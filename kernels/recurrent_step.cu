@@ -49,7 +49,10 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 :
     if (GATES == 1 && params.is_candidate) rows = reset_state_at<A>(params, d, step);
     tile.multiply_state(*shared, rows, [&](int i, const A(&sum)[GATES]) {
         if (!EARLY) load(i);
-        cell.finish(params, d, sum);
+        if (params.default_gates)
+            cell.finish(params, sum, DefaultGates{});
+        else
+            cell.finish(params, sum, GivenGates{params, d});
         cell.publish(params);
         cell.record(params, d, tile.sample(i), tile.unit(i), step, false);
     });

@@ -15,7 +15,8 @@ control flow: a branch to a block that every way to the branch has passed.  Coun
 two branches runs, and how often, they do not say, and a function that is called counts once, with the whole.
 
 "round" is what a warp issues on one way around a loop, loops inside it once: of the ways with the most products, and of these
-with the most accesses of global memory, stores to shared memory and barriers, one with the fewest calls, then instructions.
+with the most accesses of global memory, stores to shared memory and barriers, one with the fewest calls, then the most
+exponentials, which a step past a sample's end has none of, then the fewest instructions.
 Around the loop of a GEMM that is a K-slab, around that of a recurrent layer a step, in which nothing rare happens; of complex64
 alone a slab of which some sums overflow, as these are multiplied twice.
 
@@ -181,12 +182,13 @@ class Listing:
         return {head: frozenset(body) for head, body in bodies.items()}
 
     def _round(self, head: int, body: frozenset[int]) -> list[int]:
-        """A way from a loop's head back to it: the most products, then the most of `_BRINGS`, the fewest calls, the shortest.
+        """A way from a loop's head back to it: the most products, the most of `_BRINGS`, the fewest calls, the most exponentials.
 
-        Where there are products of matrices, no others count: an activation takes some of these too.
+        Of those that have as many of all the shortest.  Where there are products of matrices, no others count: an activation
+        takes some of these too.
         """
         place = self._place
-        best: dict[int, tuple[int, ...]] = {head: (0, 0, 0, 0)}
+        best: dict[int, tuple[int, ...]] = {head: (0, 0, 0, 0, 0)}
         before: dict[int, int] = {}
         products = "mma" if self.counts(body)["mma"] else "fma"
         for i in sorted(body, key=lambda j: place[j]):
@@ -194,8 +196,8 @@ class Listing:
                 known = [j for j in self._preceding[i] if j in best and place[j] < place[i]]
                 before[i] = max(known, key=best.__getitem__)
                 best[i] = best[before[i]]
-            kinds = self.instructions[i].kinds
-            gain = products in kinds, bool(_BRINGS.match(self.instructions[i].name)), -("call" in kinds), -1
+            name, kinds = self.instructions[i].name, self.instructions[i].kinds
+            gain = products in kinds, bool(_BRINGS.match(name)), -("call" in kinds), name.startswith("MUFU.EX2"), -1
             best[i] = tuple(map(add, best[i], gain))
         way = [max((i for i in body if head in self._following[i]), key=best.__getitem__)]
         while way[-1] != head:

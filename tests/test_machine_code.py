@@ -189,6 +189,32 @@ kernel:
     assert outer.counts["instructions"] == 14
 
 
+def test_a_round_of_a_recurrent_layer_has_its_gates():
+    """Of two ways that load as often and call nothing the one with the gates, though past a sample's end the other is shorter."""
+    listing = machine_code.Listing(
+        """
+kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0020*/               @P0 BRA `(.L_x_3) ;
+        /*0030*/               @P1 BRA `(.L_x_2) ;
+        /*0040*/                   MUFU.EX2 R2, R2 ;
+        /*0050*/                   MUFU.RCP R2, R2 ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0070*/                   MUFU.EX2 R2, R2 ;
+        /*0080*/                   MUFU.EX2 R2, R2 ;
+        /*0090*/                   CALL.REL.NOINC `($curve) ;
+.L_x_3:
+        /*00a0*/               @P2 BRA `(.L_x_1) ;
+        /*00b0*/                   EXIT ;
+"""
+    )
+    (loop,) = listing.loops
+    assert loop.round == {"instructions": 7, "mma": 1, "reciprocal": 1}
+
+
 def test_a_part_of_the_function_that_is_called_is_a_branch():
     """As ptxas has it on sm_80: without its edge the loop behind it could be entered in its midst."""
     listing = machine_code.Listing(

@@ -303,6 +303,7 @@ def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
     asked: set[Kernel] = set()
     functions = ((cupyconv.rnn, 1, {}), (cupyconv.lstm, 4, {}), (cupyconv.gru, 3, {}))
     functions += ((cupyconv.gru, 3, {"linear_before_reset": False}),)
+    functions += tuple((function, gates, {**changed, "clip": 1.0}) for function, gates, changed in functions)
     problems = ((2, "persistent", 64), (64, "persistent", 64), (2, "step", 64), (512, "step", 1024))
     every = product(functions, problems, KNOWN_GPUS, (False, True))
     for (function, gates, changed), (batch, method, hidden), on, tf32 in every:

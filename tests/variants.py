@@ -324,13 +324,14 @@ def _recurrent_gradient_variants() -> list[Kernel]:
 
 
 def _recurrent_variants() -> list[Kernel]:
-    """Every tile of a dtype on any GPU, for each number of gates of a product."""
+    """Every tile of a dtype on any GPU, for each number of gates of a product; of many steps also for gates as given."""
     return [
-        Kernel(name, (*tile.macros, ("GATES", str(gates))))
+        _kernel(name, **dict(tile.macros), GATES=gates, **given)
         for resident, name in RECURRENT.items()
         for dtype in REAL_DTYPES
         for tile in _recurrent_tiles(dtype, resident)
         for gates in GATES_PER_PRODUCT
+        for given in ({}, {"GIVEN_GATES": 1})[: 1 + resident]
     ]
 
 

@@ -25,12 +25,12 @@ from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
-from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
+from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address, variant
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import LARGEST_STEP, pointwise_geometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.problem.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
@@ -355,13 +355,15 @@ class _Layer:
         stored = geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
         resets = len(self.products) > 1
         purposes = ("r, z and the reset state", "n and the new state") if resets else ("product, gates, state",)
+        # A kernel of many steps has no code for gates that it does not have; one of a step has all, and is compiled once.
+        given = {"GIVEN_GATES": 1} if persistent and not uses_default_gates(geometry) else {}
         launches = []
         for count, purpose in zip(self.products[: 1 if persistent else None], purposes):
             gates = geometry.gates if persistent else count
             seconds = self._seconds(tile, grid, gates)
             launches.append(
                 KernelLaunch(
-                    Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
+                    variant(f"recurrent_{method}", **dict(tile.macros), GATES=count, **given),
                     grid,
                     THREADS,
                     self._params(chunk, stride, persistent, count, projected),
