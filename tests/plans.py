@@ -149,7 +149,7 @@ def recurrent_gradient_plan(
     """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
     steps, batch, inputs, hidden = sizes
     directions, rows = 1 + (direction == "bidirectional"), GATES[cell] * hidden
-    kept, state = np.float64 if dtype == np.float64 else np.float32, (directions, batch, hidden)
+    kept, state = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (directions, batch, hidden)
     arrays = {
         "x": array(steps, batch, inputs, dtype=dtype), "weight_ih": array(directions, rows, inputs, dtype=dtype),
         "weight_hh": array(directions, rows, hidden, dtype=dtype), "y": array(steps, batch, directions * hidden, dtype=dtype),

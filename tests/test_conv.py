@@ -9,7 +9,7 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
-from strategies import ACTIVATIONS, conv_cases
+from strategies import ACTIVATIONS, conv_cases, with_layout
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -133,3 +133,34 @@ def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dty
     assert np.abs(exact).max() > 1000
     expected = np.clip(exact, np.float32(low), np.float32(high)).astype("float32").astype(dtype)
     np.testing.assert_array_equal(cuda_target.to_host(actual), expected)
+
+
+@pytest.mark.grid(
+    together=3, dtypes=["float32 complex64", "complex64 float32"], groups=[1, 3], channels=[(12,), (5, 7)], kernel=[1, 3],
+    layout=["c_order", "channels_last", "stepped"], parts=[1, 2, 6],
+)  # fmt: skip
+def test_products_of_which_one_factor_is_complex(
+    cuda_target, monkeypatch, dtypes, groups, channels, kernel, layout, parts
+):
+    """By real ones: of x as pairs of numbers, of the weight as planes of real and imaginary parts; into any result, in chunks."""
+    monkeypatch.setattr(gemm, "SMALLEST_CHUNK", 8)
+    generator = np.random.default_rng(0)
+
+    def integers(shape, dtype):
+        real, imaginary = (generator.integers(-3, 4, shape).astype("float32") for _ in range(2))
+        return (real + 1j * imaginary).astype(dtype) if dtype == "complex64" else real
+
+    x_dtype, weight_dtype = dtypes.split()
+    xs = [integers((4, count, 5, 6), x_dtype) for count in channels]
+    weight = integers((6, 12 // groups, kernel, kernel), weight_dtype)
+    settings = {"groups": groups, "padding": kernel // 2}
+    expected = reference.conv(xs, weight, **settings)
+    moved, out = (
+        [with_layout(each, layout, cuda_target.to_device, cuda_target.xp) for each in images]
+        for images in (xs, [np.full(expected.shape, np.nan, "complex64")])
+    )
+    given = {"x": moved, "weight": cuda_target.to_device(weight), **settings, "method": "gemm", "out": out[0]}
+    whole = cupyconv.explain(cupyconv.conv, **given).workspace_bytes
+    with cupyconv.options(workspace_limit=None if parts == 1 else whole // parts):
+        cupyconv.conv(**given)
+    assert_exact(cuda_target.to_host(out[0]), expected, "complex64")

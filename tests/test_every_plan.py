@@ -72,7 +72,7 @@ TIMES = {
 #: Bytes that a thread moves at the most, of kernels in which each has its share of the elements.
 MOST_BYTES = {
     **dict.fromkeys(("channels_last", "depthwise", "finish_tiles", "pool", "pool_gradient", "prologue_grad"), 256),
-    **dict.fromkeys(("epilogue", "im2col", "tiles"), 512),
+    **dict.fromkeys(("epilogue", "im2col", "recurrent_inputs", "tiles"), 512),
 }
 KERNELS = Path(__file__).parent.parent / "kernels"
 #: Passes over an image that are all there is to their operation: what they take is their bytes.
@@ -434,11 +434,12 @@ def test_recurrent_layers(cell, method, dtype, on, direction):
     weights = [array(directions, gates * 48, size, dtype=dtype) for size in (20, 48)]
     weights = weights if directions == 2 else [weight[0] for weight in weights]
     function = getattr(cupyconv, cell)
-    for limit, (steps, batch) in product((None, 100_000), ((1, 4), (12, 5), (3, 100))):
+    resets = ({}, {"linear_before_reset": False}) if cell == "gru" else ({},)
+    for limit, (steps, batch), settings in product((None, 100_000), ((1, 4), (12, 5), (3, 100)), resets):
         with cupyconv.options(workspace_limit=limit):
             x = array(steps, batch, 20, dtype=dtype)
             try:
-                plan = cupyconv.explain(function, x, *weights, direction=direction, method=method, on=on)
+                plan = cupyconv.explain(function, x, *weights, direction=direction, method=method, **settings, on=on)
             except ValueError as refusal:
                 assert "appl" in str(refusal) and limit
                 continue
@@ -453,7 +454,12 @@ def test_recurrent_layers(cell, method, dtype, on, direction):
 def test_gradients_of_recurrent_layers(cell, dtype, limit):
     for sizes, direction in product(((1, 20, 3, 5), (30, 9, 10, 24)), ("forward", "bidirectional")):
         with cupyconv.options(workspace_limit=limit):
-            hold(recurrent_gradient_plan(cell, dtype, sizes, direction=direction), None, limit)
+            plan = recurrent_gradient_plan(cell, dtype, sizes, direction=direction)
+        hold(plan, None, limit)
+        steps, batch, inputs, _ = sizes
+        moved = [launch.bytes_moved for launch in launches(plan, "recurrent_inputs")]
+        # A copy of x in the dtype of products, once for each time that the layer is gone through.
+        assert moved == [] or sum(moved) in [times * steps * batch * inputs * (2 + 4) for times in (1, 2)]
 
 
 @pytest.mark.parametrize("order", ["C", "last"])
@@ -719,3 +725,16 @@ def test_a_plan_fits_into_exactly_what_it_takes(function, arguments, settings, m
         except ValueError as refusal:
             assert "workspace" in str(refusal)
             return
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(1, 512, 7, 7), (4, 1024, 15, 15)], ids=str)
+def test_a_plan_is_the_same_within_what_it_takes(shape, dtype):
+    """Of the memory that is left by what is moved and packed, sums have all: none is counted twice."""
+    x, weight = array(*shape, dtype=dtype), array(8, shape[1], 3, 3, dtype=dtype)
+    grad = array(shape[0], 8, *shape[2:], dtype=dtype)
+    for function, arguments in ((cupyconv.conv, (x, weight)), (cupyconv.conv_grad_weight, (grad, x, 3))):
+        whole = cupyconv.explain(function, *arguments, padding=1, method="implicit_gemm", on="sm_90")
+        with cupyconv.options(workspace_limit=whole.workspace_bytes):
+            again = cupyconv.explain(function, *arguments, padding=1, method="implicit_gemm", on="sm_90")
+        assert again.steps == whole.steps

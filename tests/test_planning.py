@@ -7,7 +7,7 @@ at nothing else.  Everything holds for every GPU; the choice between methods is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -26,7 +26,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import depthwise, depthwise_transposed
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import is_along_channels, vector_width
-from cupyconv.cuda.plan.matrices import MAX_BATCH
+from cupyconv.cuda.plan.matrices import MAX_BATCH, MAX_DIMENSION, MatrixView, image_matrix, matrix_view
 from cupyconv.numpy.pool_blocks import PoolingStep
 from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
@@ -508,6 +508,20 @@ def test_a_merge_of_few_channels_is_the_fused_kernel():
     assert launch.grid[0] == -(-4 * 10**6 // 4 // 128 // steps) <= 7 * 132, "a GPU's room, shared evenly"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tiles"), [("float16", (8, 16, 32)), ("float32", (4, 8, 16)), ("float64", (4, 8, 16))]
+)
+def test_a_merge_reads_its_inputs_as_seldom_as_there_are_tiles_for(dtype, tiles):
+    """Once for each tile of outputs: of the tiles that make this the least, the smallest is taken."""
+    for outputs in range(1, 70):
+        made = plan([array(4, 8, 4096, dtype=dtype)] * 2, array(outputs, 16, 1, dtype=dtype), method="direct")
+        (launch,) = launches(made, "merge")
+        times = {tile: -(-outputs // tile) for tile in tiles}
+        tile = int(dict(launch.kernel.macros)["TILE"])
+        assert times[tile] == min(times.values()) and all(times[less] > times[tile] for less in tiles if less < tile)
+        assert launch.grid[0] % times[tile] == 0
+
+
 def test_columns_of_many_inputs_are_one_matrix():
     """A list costs one launch for each table of inputs, and no further GEMM."""
     for count in (1, 2, 5, 40, MAX_SOURCES, MAX_SOURCES + 1, 150):
@@ -804,7 +818,7 @@ def test_more_pixels_than_an_int32_counts(order, kernel, method):
     assert made.flops == 2 * 2 * 4 * 3 * kernel**2 * 50_000 * 60_000
 
 
-@pytest.mark.parametrize("shape", [(100_000, 3, 2, 2), (1_000_000, 2, 3, 3), (70_000, 8, 1, 1)])
+@pytest.mark.parametrize("shape", [(100_000, 3, 2, 2), (1_000_000, 2, 3, 3), (70_000, 8, 1, 1), (100, 2, 8192, 8192)])
 @pytest.mark.parametrize("order", ["C", "last"])
 @pytest.mark.parametrize("method", METHODS)
 def test_more_samples_than_a_batch_holds(shape, order, method):
@@ -916,6 +930,67 @@ def test_vectors_are_as_wide_as_every_row_is_aligned_for(random):
     unit = all(image.pixel_stride == 1 for image in images)
     expected = 16 // item if unit and all(rows) and pixels * item % 16 == 0 else 1
     assert vector_width(images, pixels) == expected
+
+
+def addressable(rows: int, columns: int, place: Callable[[int, int], int | None]) -> bool:
+    """Whether cuBLAS has a leading dimension, by rows or by columns, by which each element lies in its place."""
+    elements = list(product(range(rows), range(columns)))
+    return any(
+        all(place(r, c) == r * ld + c for r, c in elements)
+        if by_rows
+        else all(place(r, c) == c * ld + r for r, c in elements)
+        for by_rows in (True, False)
+        for ld in range(columns if by_rows else rows, 40)
+    )
+
+
+def is_matrix(view: MatrixView, rows: int, columns: int) -> bool:
+    """Whether cuBLAS takes its leading dimension: no line begins within another."""
+    return view.ld >= (rows if view.transposed else columns)
+
+
+def test_a_matrix_is_where_its_strides_say_wherever_cublas_can_read_it():
+    for rows, columns, row_stride, column_stride in product((1, 2, 3), (1, 2, 3), range(-1, 5), (None, *range(-1, 5))):
+
+        def place(r: int, c: int) -> int | None:
+            return None if column_stride is None else r * row_stride + c * column_stride  # noqa: B023
+
+        view = matrix_view(Address("x"), 4, rows, row_stride, columns, column_stride, 100)
+        assert (view is not None) == (column_stride is not None and addressable(rows, columns, place))
+        if view is not None:
+            assert is_matrix(view, rows, columns)
+            every = product(range(rows), range(columns), range(2))
+            assert all(view.start(r, c, n).offset == 4 * (100 * n + (place(r, c) or 0)) for r, c, n in every)
+
+
+def test_an_image_is_a_matrix_of_its_channels_wherever_cublas_can_read_it():
+    for channels, pixels, step_n, step_c, step_p in product((1, 2, 3), (1, 2, 3), (0, 3, 9), range(-1, 4), range(4)):
+        strides = tuple(4 * step for step in (step_n, step_c, 0, 0, step_p))
+        image = operand("x", "float32", (2, channels, 1, 1, pixels), strides, 64)
+        view = image_matrix(image)
+        assert (view is not None) == addressable(channels, pixels, lambda c, p: c * step_c + p * step_p)  # noqa: B023
+        if view is not None:
+            assert is_matrix(view, channels, pixels)
+            every = product(range(channels), range(pixels), range(2))
+            places = {(c, p, n): n * step_n + c * step_c + p * step_p for c, p, n in every}
+            assert all(view.start(*one).offset == 4 * place for one, place in places.items())
+            # All samples as one matrix of so many more columns.
+            joined = view.joined(channels, pixels, 2)
+            if joined is not None:
+                assert is_matrix(joined, channels, 2 * pixels)
+                assert all(joined.start(c, n * pixels + p).offset == 4 * at for (c, p, n), at in places.items())
+            long = addressable(channels, 2 * pixels, lambda c, p: places[c, p % pixels, p // pixels])  # noqa: B023
+            assert (joined is not None) == long
+
+
+def test_numbers_of_two_parts_are_a_real_matrix_where_their_parts_are_columns():
+    for transposed, ld in product((False, True), (3, 5, MAX_DIMENSION)):
+        view = MatrixView(Address("x", 8), 8, ld, 17, transposed)
+        real = view.as_real()
+        assert (real is None) == (transposed or ld == MAX_DIMENSION)
+        for row, column, sample, part in product(range(2), repeat=4) if real is not None else ():
+            at = view.start(row, column, sample).offset + 4 * part
+            assert real is not None and real.itemsize == 4 and real.start(row, 2 * column + part, sample).offset == at
 
 
 @pytest.mark.parametrize(

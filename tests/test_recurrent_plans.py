@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import check, recurrent_gradient_plan
+from plans import check, launches, recurrent_gradient_plan
 
 import cupyconv
 from cupyconv.problem.machine import known_gpu
@@ -52,6 +52,27 @@ def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
     assert not any(launch.cooperative for loop in loops for launch in loop.launches)
 
 
+@pytest.mark.parametrize("samples", [1, 50, 1000, 1500, 7000])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples, direction):
+    """All are on the GPU at once; one turn fewer would need more blocks than it has room for; turns are even."""
+    room, directions = known_gpu("sm_90").multiprocessors, 1 + (direction == "bidirectional")
+    x = np.broadcast_to(np.float32(0), (20, samples, 4))
+    weights = [np.broadcast_to(np.float32(0), (directions, 4 * 24, size)) for size in (4, 24)]
+    if directions == 1:
+        weights = [weight[0] for weight in weights]
+    layer = cupyconv.explain(cupyconv.lstm, x, *weights, direction=direction, method="persistent", on="sm_90")
+    back = recurrent_gradient_plan("lstm", np.float32, (20, samples, 4, 24), direction=direction)
+    rows = {"recurrent_persistent": int(layer.reason.partition("blocks of ")[2].split()[0])}
+    rows["recurrent_gradient_persistent"] = 16
+    for plan in (layer, back):
+        for launch in (one for one in launches(plan) if one.kernel.name in rows):
+            tiles, (columns, blocks, together) = -(-samples // rows[launch.kernel.name]), launch.grid
+            turns = -(-tiles // blocks)
+            assert launch.blocks <= room and blocks == -(-tiles // turns)
+            assert turns == 1 or columns * together * -(-tiles // (turns - 1)) > room
+
+
 def test_gradients_of_16_bit_layers_are_products_in_tf32():
     """Which hold x, h and the weights exactly; not those of float32."""
     for dtype, compute in (("float16", "tf32"), (np.float32, "float32")):
@@ -69,7 +90,7 @@ def test_long_16_bit_sequences_are_not_converted():
 def test_sizes_beyond_32_bits_of_recurrent_gradients():
     """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
     with cupyconv.options(workspace_limit=1 << 60):
-        made = recurrent_gradient_plan("rnn", np.float32, (3, 1 << 29, 1, 1))
+        made = recurrent_gradient_plan("rnn", np.float32, (5, 1 << 29, 1, 1))
     for step in made.steps:
         for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
             check(replace(made, steps=(launch,)), 1 << 60)

@@ -67,11 +67,7 @@ def channels_last(problem: ConvProblem) -> Moved:
         raise NotApplicable(f"channels of a group are no multiple of {vector}")
     moved = moved_image("channels_last", problem.xs, problem.limit, problem.gpu, problem.prologue)
     without = replace(
-        problem,
-        xs=(moved.image,),
-        geometry=replace(geometry, channels=(geometry.in_channels,)),
-        prologue=NO_PROLOGUE,
-        workspace_limit=problem.limit - moved.buffer.space,
+        problem, xs=(moved.image,), geometry=replace(geometry, channels=(geometry.in_channels,)), prologue=NO_PROLOGUE
     )
     return Moved(without, moved.launch, moved.buffer)
 

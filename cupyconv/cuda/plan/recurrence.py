@@ -431,7 +431,7 @@ class _Layer:
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
             ("weight_vector", _vector_bytes(problem.weight_hh)),
             ("weight_ih_vector", _vector_bytes(problem.weight_ih)),
-            ("states_vectorized", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
+            ("states_vectorized", int(geometry.hidden * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
         )
 
     def _notes(self) -> tuple[str, ...]:
