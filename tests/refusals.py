@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from targets import Target
 
+import cupyconv
+
 
 @dataclass(frozen=True)
 class Ones:
@@ -78,3 +80,15 @@ CONV = dict(
 
 def conv_arguments(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
     return {name: placed(value, target) for name, value in (CONV | changes).items()}
+
+
+def least_workspace(call: Callable[[], object]) -> int:
+    """What the refusal says that a call needs, which finds no workspace; 0 where it needs none."""
+    with cupyconv.options(workspace_limit=0):
+        try:
+            call()
+        except ValueError as refusal:
+            needed = re.search(r"needs ([\d,]+) bytes", str(refusal))
+            assert needed is not None, refusal
+            return int(needed[1].replace(",", ""))
+    return 0

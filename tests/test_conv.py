@@ -9,6 +9,7 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from refusals import least_workspace
 from strategies import ACTIVATIONS, conv_cases, with_layout
 from tolerance import assert_close, assert_exact
 
@@ -137,10 +138,10 @@ def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dty
 
 @pytest.mark.grid(
     together=3, dtypes=["float32 complex64", "complex64 float32"], groups=[1, 3], channels=[(12,), (5, 7)], kernel=[1, 3],
-    layout=["c_order", "channels_last", "stepped"], parts=[1, 2, 6],
+    layout=["c_order", "channels_last", "stepped"], out_layout=["c_order", "channels_last", "stepped"], cut=["whole", "half", "least"],
 )  # fmt: skip
 def test_products_of_which_one_factor_is_complex(
-    cuda_target, monkeypatch, dtypes, groups, channels, kernel, layout, parts
+    cuda_target, monkeypatch, dtypes, groups, channels, kernel, layout, out_layout, cut
 ):
     """By real ones: of x as pairs of numbers, of the weight as planes of real and imaginary parts; into any result, in chunks."""
     monkeypatch.setattr(gemm, "SMALLEST_CHUNK", 8)
@@ -155,12 +156,15 @@ def test_products_of_which_one_factor_is_complex(
     weight = integers((6, 12 // groups, kernel, kernel), weight_dtype)
     settings = {"groups": groups, "padding": kernel // 2}
     expected = reference.conv(xs, weight, **settings)
-    moved, out = (
-        [with_layout(each, layout, cuda_target.to_device, cuda_target.xp) for each in images]
-        for images in (xs, [np.full(expected.shape, np.nan, "complex64")])
-    )
-    given = {"x": moved, "weight": cuda_target.to_device(weight), **settings, "method": "gemm", "out": out[0]}
-    whole = cupyconv.explain(cupyconv.conv, **given).workspace_bytes
-    with cupyconv.options(workspace_limit=None if parts == 1 else whole // parts):
+    place = cuda_target.to_device, cuda_target.xp
+    out = with_layout(np.full(expected.shape, np.nan, "complex64"), out_layout, *place)
+    moved = [with_layout(x, layout, *place) for x in xs]
+    given = {"x": moved, "weight": cuda_target.to_device(weight), **settings, "method": "gemm", "out": out}
+    limit = None
+    if cut != "whole":
+        limit = cupyconv.explain(cupyconv.conv, **given).workspace_bytes // 2
+    if cut == "least":
+        limit = least_workspace(lambda: cupyconv.explain(cupyconv.conv, **given))
+    with cupyconv.options(workspace_limit=limit):
         cupyconv.conv(**given)
-    assert_exact(cuda_target.to_host(out[0]), expected, "complex64")
+    assert_exact(cuda_target.to_host(out), expected, "complex64")

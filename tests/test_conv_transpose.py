@@ -20,8 +20,8 @@ from pullbacks import (
     entering_error,
     on_device,
 )
-from refusals import Ones, assert_refused, placed
-from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transposed_cases
+from refusals import Ones, assert_refused, least_workspace, placed
+from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transposed_cases, with_layout
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -450,6 +450,48 @@ def test_the_phases_of_an_axis_read_what_the_definition_says(size, kernel, strid
         i: {(tap, pixel) for tap, pixel in everything if i + before == pixel * stride + tap * dilation}
         for i in range(size)
     }
+
+
+@pytest.mark.grid(
+    together=3, dtypes=["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"],
+    groups=[1, 3], channels=[(12,), (5, 7), (4, 8)], layout=["c_order", "channels_last", "stepped"],
+    cut=["whole", "half", "least"],
+)  # fmt: skip
+def test_products_in_chunks(cuda_target, dtypes, groups, channels, layout, cut):
+    """Of some samples, of some groups of one, and of some channels of a group: several inputs, and several results."""
+    generator = np.random.default_rng(0)
+
+    def integers(shape, dtype):
+        real, imaginary = (generator.integers(-2, 3, shape).astype("float32") for _ in range(2))
+        return (real + 1j * imaginary).astype(dtype) if dtype == "complex64" else real.astype(dtype)
+
+    def moved(image):
+        return with_layout(image, layout, cuda_target.to_device, cuda_target.xp)
+
+    x_dtype, weight_dtype = dtypes.split()
+    xs, weight = [integers((3, count, 5, 6), x_dtype) for count in channels], integers((12, 4, 3, 3), weight_dtype)
+    settings = {"groups": groups, "stride": 2, "padding": 1, "method": "gemm"}
+    window = {name: settings[name] for name in ("groups", "stride", "padding")}
+    calls = [(cupyconv.conv_transpose, (list(map(moved, xs)), cuda_target.to_device(weight)))]
+    expected = [[reference_gradients.conv_transpose(xs, weight, **window)]]
+    if dtypes != "float32 complex64":
+        back, grad = integers((6, 12 // groups, 3, 3), weight_dtype), integers((3, 6, 5, 6), x_dtype)
+        shapes = [(3, count, 9, 11) for count in channels]
+        calls.append((cupyconv.conv_grad_input, (moved(grad), cuda_target.to_device(back), shapes)))
+        whole = reference_gradients.conv_grad_input(grad, back, (3, 12, 9, 11), **window)
+        expected.append(np.split(whole, np.cumsum(channels)[:-1], axis=1))
+    for (function, arguments), wanted in zip(calls, expected):
+        limit = None
+        if cut != "whole":
+            limit = cupyconv.explain(function, *arguments, **settings).workspace_bytes // 2
+        if cut == "least":
+            limit = least_workspace(lambda: cupyconv.explain(function, *arguments, **settings))  # noqa: B023
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(function, *arguments, **settings)
+            actual = function(*arguments, **settings)
+        assert (cut != "whole") == ("chunks" in plan.reason)
+        for one, other in zip(actual if isinstance(actual, list) else [actual], wanted, strict=True):
+            assert_exact(cuda_target.to_host(one), other, np.result_type(x_dtype, weight_dtype))
 
 
 def test_samples_of_one_channel_are_columns_of_one_product():

@@ -144,6 +144,10 @@ def test_sizes_that_a_kernel_counts_in_32_bits():
         grad = array(1, 8, pixels, order="last", dtype="float16")
         said = refusal_of(cupyconv.conv_grad_weight, grad, grad, 1, method="implicit_gemm")
         assert words in said and bool(words) == bool(said)
+    for (rows, step), words in (((9, 3), ""), ((9, 4), "int32"), ((1, 4), "")):  # from one tap to the next
+        x, weight = array(1, 1, rows + 8, 1 << 26, dtype="float16"), array(1, 1, min(rows, 3), 1, dtype="float16")
+        said = refusal_of(cupyconv.conv, x, weight, dilation=(step, 1), method="implicit_gemm", limit=1 << 60)
+        assert words in said and bool(words) == bool(said)
     for pixels, words in (((1 << 13) - 1, ""), (1 << 13, "int32")):
         grad = array(1 << 15, 8, pixels, order="last", dtype="float16")
         said = refusal_of(cupyconv.conv_grad_weight, grad, grad, 1, method="implicit_gemm")
@@ -221,6 +225,8 @@ def test_buffers_that_begin_on_boundaries_fit_the_limit():
     calls = (
         (cupyconv.conv, (x, weight), {"padding": 1, "method": "implicit_gemm"}, range(600_000, 1_000_000, 9_771)),
         (cupyconv.conv_grad_weight, (grad, image, (1, 3)), {"padding": (0, 1), "method": "implicit_gemm"}, range(0, 19_000, 251)),
+        (cupyconv.conv_transpose, (array(5, 6, 7, 7, order="gaps"), array(6, 5, 3, 3)), {"method": "gemm"}, range(7_000, 60_000, 499)),
+        (cupyconv.conv, (array(5, 6, 7, 7, order="gaps"), array(5, 6, 3, 3, order="gaps")), {"method": "gemm"}, range(7_000, 60_000, 499)),
         (cupyconv.conv_chain, (array(3, 3, 77), layers), {"fuse": False}, range(9_000, 40_000, 977)),
     )  # fmt: skip
     for function, arguments, settings, limits in calls:

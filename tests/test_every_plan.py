@@ -340,14 +340,17 @@ class TestConvolutions:
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.parametrize(("dtype", "order"), [("float16", "last"), ("float32", "C"), ("complex64", "C")])
+@pytest.mark.parametrize(
+    ("dtype", "order"), [("float16", "last"), ("float32", "C"), ("float32", "gaps"), ("complex64", "C")]
+)
 def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
     """Or half as large, for all are even: a second one of that size would not fit.  Chunks of sums alone lie in the result."""
     shape, kernel, settings = CONVOLUTIONS[name]
-    x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype)
+    of_weights = order if order == "gaps" else "C"
+    x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype, order=of_weights)
     (y,) = checked_call(cupyconv.conv, x, weight, **settings, on="sm_90").results
     grad = array(*y.shape, dtype=dtype, order=order)
-    turned = array(shape[1], kernel[0] // settings.get("groups", 1) or 1, *kernel[2:], dtype=dtype)
+    turned = array(shape[1], kernel[0] // settings.get("groups", 1) or 1, *kernel[2:], dtype=dtype, order=of_weights)
     alone = {key: value for key, value in settings.items() if key in ("stride", "dilation", "groups")}
     calls: list[Any] = [
         (cupyconv.conv, (x, weight), settings),
@@ -371,7 +374,8 @@ def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
         if method == "fft" and function is cupyconv.conv and "shares" not in plan.reason:
             back = sum(isinstance(step, Transform) and step.inverse for step in each_step(plan.steps))
             assert back == chunks_of(plan)
-    assert found or name == "1x1", "which multiplies images where they lie"
+    has_no_room = order == "gaps" and name == "deep"  # for the weight in order
+    assert found or has_no_room or name == "1x1", "which multiplies images where they lie"
 
 
 @pytest.mark.parametrize("order", ["C", "last", "gaps"])
@@ -446,6 +450,8 @@ def test_recurrent_layers(cell, method, dtype, on, direction):
         hold(plan, None, limit, on)
         products = sum(step.flops for step in each_step(plan.steps))
         assert products == 2 * steps * batch * directions * gates * 48 * (20 + 48) and plan.method == method
+        resetting = [launch for launch in launches(plan) if "reset" in launch.purpose]
+        assert bool(resetting) == bool(settings), "of one product it is a gate like the others"
 
 
 @pytest.mark.parametrize("cell", GATES)
@@ -458,8 +464,9 @@ def test_gradients_of_recurrent_layers(cell, dtype, limit):
         hold(plan, None, limit)
         steps, batch, inputs, _ = sizes
         moved = [launch.bytes_moved for launch in launches(plan, "recurrent_inputs")]
-        # A copy of x in the dtype of products, once for each time that the layer is gone through.
-        assert moved == [] or sum(moved) in [times * steps * batch * inputs * (2 + 4) for times in (1, 2)]
+        # Of 16 bits a copy in the dtype of products, once for each time that the layer is gone through.
+        copies = [times * steps * batch * inputs * (2 + 4) for times in (1, 2)] if dtype == "float16" else [0]
+        assert sum(moved) in copies
 
 
 @pytest.mark.parametrize("order", ["C", "last"])

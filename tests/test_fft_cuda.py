@@ -326,6 +326,20 @@ def test_an_input_gradient_is_folded_where_padding_repeats_elements(cuda_target,
         assert_close(merged, expected, np.float32, 6 * weight.size, factor=4)
 
 
+def test_the_gradient_of_one_image_is_folded_where_two_would_not_fit():
+    """It may take half of the workspace, and no more."""
+    grad, weight = (np.broadcast_to(np.float32(0), shape) for shape in ((1, 1, 1000, 1000), (1, 4, 9, 9)))
+    settings = dict(padding=4, padding_mode="reflect", method="fft", on="sm_90")
+    sample = 4 * 1008**2 * 4
+    for times, fits in ((1.9, False), (2.1, True), (3.9, True)):
+        with cupyconv.options(workspace_limit=int(times * sample)):
+            try:
+                plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, (1, 4, 1000, 1000), **settings)
+                assert fits and {buffer.name: buffer.nbytes for buffer in plan.workspace}["padded"] == sample
+            except ValueError as refusal:
+                assert not fits and "workspace" in str(refusal)
+
+
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 def test_auto_takes_it_for_the_gradient_of_a_deconvolution(mode):
     image, psf = np.ones((1, 1, 1024, 1024), np.float32), np.ones((1, 1, 63, 63), np.float32)

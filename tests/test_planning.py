@@ -26,7 +26,16 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import depthwise, depthwise_transposed
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import is_along_channels, vector_width
-from cupyconv.cuda.plan.matrices import MAX_BATCH, MAX_DIMENSION, MatrixView, image_matrix, matrix_view
+from cupyconv.cuda.plan.matrices import (
+    MAX_BATCH,
+    MAX_DIMENSION,
+    MatrixView,
+    image_factors,
+    image_matrix,
+    matrix_view,
+    most_segments,
+    segments,
+)
 from cupyconv.numpy.pool_blocks import PoolingStep
 from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
@@ -591,6 +600,13 @@ def test_tf32_only_where_it_is_allowed():
     assert gemms(made)[0].compute == "tf32"
 
 
+@pytest.mark.parametrize(("on", "has_tf32"), [("sm_75", False), ("sm_80", True), ("sm_86", True), ("sm_90", True)])
+def test_tensor_cores_are_asked_for_on_every_gpu_that_has_them(on, has_tf32):
+    with cupyconv.options(allow_tf32=True):
+        made = cupyconv.explain(cupyconv.conv, array(4, 64, 32, 32), array(64, 64, 3, 3), method="implicit_gemm", on=on)
+    assert ("tensor cores, TF32" in made.reason) == has_tf32
+
+
 # Workspace.
 
 
@@ -645,6 +661,7 @@ def test_then_of_pixels():
     assert_covers(parts, 3, 10_000)
     assert {part.samples for part in parts} == {1}
     assert len({part.first_pixel for part in parts}) == -(-10_000 * 16 * 9 * 4 // (1 << 20))
+    assert f", {len(parts)} chunks of " in made.reason
     assert {call.c.at.offset // (8 * 10_000 * 4) for call in gemms(made)} == {0, 1, 2}
 
 
@@ -981,6 +998,28 @@ def test_an_image_is_a_matrix_of_its_channels_wherever_cublas_can_read_it():
                 assert all(joined.start(c, n * pixels + p).offset == 4 * at for (c, p, n), at in places.items())
             long = addressable(channels, 2 * pixels, lambda c, p: places[c, p % pixels, p // pixels])  # noqa: B023
             assert (joined is not None) == long
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 9))
+def test_rows_of_a_group_are_each_in_one_place(counts, reduction):
+    """Images one after the other: of each group of rows the places, none of them empty."""
+    images = [operand(f"x[{i}]", "float32", (1, n, 1, 1, 4), (16 * n, 16, 16, 16, 4), 64) for i, n in enumerate(counts)]
+    factors, rows = (
+        image_factors(images, [None] * len(images)),
+        [(i, r) for i, n in enumerate(counts) for r in range(n)],
+    )
+    most = 0
+    for begin in range(0, len(rows), reduction):
+        found = segments(factors, begin, begin + reduction)
+        assert all(count > 0 for *_, count in found)
+        lying = [(i, first + r) for i, first, _, count in found for r in range(count)]
+        assert lying == rows[begin : begin + reduction]
+        here = [at + r for _, _, at, count in found for r in range(count)]
+        assert here == list(range(len(here)))
+        most = max(most, len(found))
+    assert most_segments(factors, reduction) >= most
+    if len(rows) % reduction == 0:  # whole groups
+        assert most_segments(factors, reduction) == most
 
 
 def test_numbers_of_two_parts_are_a_real_matrix_where_their_parts_are_columns():

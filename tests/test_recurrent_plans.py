@@ -43,6 +43,14 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
 
 
 @pytest.mark.parametrize("cell", GATES)
+def test_buffers_of_recurrent_gradients_that_begin_on_boundaries_fit_the_limit(cell):
+    for limit in range(150_000, 151_000, 40):
+        with cupyconv.options(workspace_limit=limit):
+            made = recurrent_gradient_plan(cell, np.float32, (60, 7, 10, 23), direction="bidirectional")
+        assert made.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("cell", GATES)
 def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
     """Or than can leave parts for each other: a launch for each step, and the product that is left."""
     made = recurrent_gradient_plan(cell, np.float32, (60, 4000, 10, 200), direction="bidirectional")
