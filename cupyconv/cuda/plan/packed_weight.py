@@ -75,7 +75,7 @@ class Reduction:
         """K-chunks of so many channels, and slabs of so many elements."""
         slabs, channels = [0] * len(phases.each), 0
         for runs in group_runs(geometry):
-            padded = [-(-count // k_chunk) * k_chunk for _, count in runs]
+            padded = [-(-count // k_chunk) * k_chunk for count in runs]
             of_group = [sum(-(-count * phase.taps // slab) for count in padded) for phase in phases.each]
             slabs = [*map(max, slabs, of_group)]
             channels = max(channels, sum(padded))
@@ -87,26 +87,26 @@ class Reduction:
         return tuple(accumulate(self.slabs[:-1], initial=0))
 
 
-def group_runs(geometry: ConvGeometry) -> Iterable[list[tuple[int, int]]]:
-    """For each group its runs: the first channel of an input that it reads, and how many.
+def group_runs(geometry: ConvGeometry) -> Iterable[list[int]]:
+    """For each group its runs: how many channels of an input it reads.
 
     The first group stands for all where there is one input: they read as many channels, one after the other.
     """
     if len(geometry.channels) == 1:
-        yield [(0, geometry.group_channels)]
+        yield [geometry.group_channels]
         return
     for first in range(0, geometry.in_channels, geometry.group_channels):
         last = first + geometry.group_channels
-        spans = [
-            (max(first, begin) - begin, min(last, begin + channels) - max(first, begin))
+        counts = [
+            min(last, begin + channels) - max(first, begin)
             for begin, channels in zip(geometry.channel_offsets, geometry.channels)
         ]
-        yield [span for span in spans if span[1] > 0]
+        yield [count for count in counts if count > 0]
 
 
 def runs_are_chunks(geometry: ConvGeometry, chunk: int) -> bool:
     """Whether every run is whole chunks: then each begins with one, behind those that other groups read of its input."""
-    return not any(count % chunk for runs in group_runs(geometry) for _, count in runs)
+    return not any(count % chunk for runs in group_runs(geometry) for count in runs)
 
 
 def weight_parts(arithmetic: str, tile_m: int) -> int:
