@@ -18,6 +18,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import choose, draft_conv
 from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.weight_gradient import ROWS
 from cupyconv.problem.arrays import operand
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Transform
@@ -465,6 +466,7 @@ def test_a_weights_gradient_reads_its_images_once_for_each_tile():
     launch = weight_gradient(132, 64, 32, 64)
     outputs, rows = int(dict(launch.kernel.macros)["OUTPUTS"]), 4 * 132 * 64 * 32 * 32
     tiles_m, tiles_n = 64 // outputs, launch.grid[1] // (64 // outputs)
+    assert outputs > 1 and tiles_m * tiles_n * outputs * ROWS == 64 * 64 * 9, "each weight is in one tile"
     assert launch.bytes_moved == rows * tiles_m + rows * tiles_n + 4 * launch.grid[0] * 64 * 64 * 9
 
 

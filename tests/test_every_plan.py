@@ -219,6 +219,7 @@ def says_what_it_does(plan: Plan) -> None:
         if isinstance(step, KernelLaunch) and step.kernel.name in PARTS:
             assert ("in parts" in step.purpose) == (step.grid[PARTS[step.kernel.name]] > 1)
             assert ("sum of the parts" in purposes) == (dict(step.params)["sums"].buffer == "sums")
+            assert "in parts" not in step.purpose or dict(step.params)["sums"].buffer == "sums", "there is room for one"
         if isinstance(step, LaunchLoop) and plan.method == "step":
             assert ("one launch per step" in reason) == (len(step.launches) == 1)
     if "batched GEMM on " in reason:  # of a weight's gradient

@@ -869,6 +869,14 @@ def test_one_sample_of_a_transposed_convolution_is_batched_over_all_groups(group
     assert first == groups
 
 
+@pytest.mark.parametrize("groups", [2, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH + 5])
+def test_one_part_of_a_weight_gradient_is_batched_over_all_groups(groups):
+    x = array(1, groups, 3, 3)
+    made = cupyconv.explain(cupyconv.conv_grad_weight, x, x, 1, groups=groups, method="gemm", on=GPU)
+    check(made)
+    assert sum(call.batch for call in gemms(made)) == groups and made.workspace_bytes == 0
+
+
 @pytest.mark.parametrize("x_dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
 def test_products_are_real_where_a_factor_is(x_dtype, weight_dtype):

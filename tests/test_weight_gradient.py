@@ -152,6 +152,18 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
         assert_exact(target.to_host(actual), expected, np.result_type(grad, *x))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_kernel_without_columns_sums_in_parts(cuda_target, dtype, groups):
+    grad, xs = integers((3, 12, 27, 29), dtype), [integers((3, c, 27, 29), dtype, c) for c in (3, 5)]
+    arguments = cuda_target.to_device(grad), [cuda_target.to_device(x) for x in xs], (3, 3)
+    settings = {"padding": 1, "groups": groups, "method": "direct"}
+    plan = explained(*arguments, **settings)
+    assert dict(plan.steps[0].params)["sums"].buffer == "sums" and plan.steps[0].grid[0] > 1
+    expected = by_definition(grad, xs, (3, 3), padding=1, groups=groups)
+    assert_exact(cuda_target.to_host(cupyconv.conv_grad_weight(*arguments, **settings)), expected, dtype)
+
+
 @pytest.mark.parametrize("orders", ["C C", "C last", "last C", "last last"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_a_1x1_gradient_of_channels_last_images(target, dtype, orders):
