@@ -607,6 +607,19 @@ def test_tensor_cores_are_asked_for_on_every_gpu_that_has_them(on, has_tf32):
     assert ("tensor cores, TF32" in made.reason) == has_tf32
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tf32"), [("float16", False), ("float32", False), ("float32", True), ("float64", False)]
+)
+def test_large_products_are_cut_into_large_tiles(dtype, tf32):
+    """Each is read once for every row or column of tiles."""
+    x, weight = array(64, 256, 56, 56, dtype=dtype, order="last"), array(256, 256, 3, 3, dtype=dtype)
+    with cupyconv.options(allow_tf32=tf32):
+        made = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="implicit_gemm", on=GPU)
+    (launch,) = launches(made, "implicit_gemm")
+    macros = dict(launch.kernel.macros)
+    assert int(macros["TILE_M"]) * int(macros["TILE_N"]) > 64 * 64
+
+
 # Workspace.
 
 
