@@ -474,12 +474,11 @@ def test_products_in_chunks(cuda_target, dtypes, groups, channels, layout, cut):
     window = {name: settings[name] for name in ("groups", "stride", "padding")}
     calls = [(cupyconv.conv_transpose, (list(map(moved, xs)), cuda_target.to_device(weight)))]
     expected = [[reference_gradients.conv_transpose(xs, weight, **window)]]
-    if dtypes != "float32 complex64":
-        back, grad = integers((6, 12 // groups, 3, 3), weight_dtype), integers((3, 6, 5, 6), x_dtype)
-        shapes = [(3, count, 9, 11) for count in channels]
-        calls.append((cupyconv.conv_grad_input, (moved(grad), cuda_target.to_device(back), shapes)))
-        whole = reference_gradients.conv_grad_input(grad, back, (3, 12, 9, 11), **window)
-        expected.append(np.split(whole, np.cumsum(channels)[:-1], axis=1))
+    back, grad = integers((6, 12 // groups, 3, 3), weight_dtype), integers((3, 6, 5, 6), x_dtype)
+    shapes = [(3, count, 9, 11) for count in channels]
+    calls.append((cupyconv.conv_grad_input, (moved(grad), cuda_target.to_device(back), shapes)))
+    whole = reference_gradients.conv_grad_input(grad, back, (3, 12, 9, 11), **window)
+    expected.append(np.split(whole, np.cumsum(channels)[:-1], axis=1))
     for (function, arguments), wanted in zip(calls, expected):
         limit = None
         if cut != "whole":

@@ -124,8 +124,6 @@ def test_a_1x1_gradient_reads_both_factors_where_they_lie():
     calls = [step for step in plan.steps if isinstance(step, GemmCall)]
     assert {call.a.at.buffer for call in calls} <= {"grad", "gathered grad"}
     assert plan.flops == sum(call.flops for call in calls) == 2 * 4 * 64 * 256 * 32 * 32
-    last = [np.empty((4, 32, 32, channels), np.float32).transpose(0, 3, 1, 2) for channels in (64, 256)]
-    assert "chunks" not in explained(*last, 1, method="gemm", on="sm_90").reason, "all samples are one long row"
 
 
 @pytest.mark.grid(
