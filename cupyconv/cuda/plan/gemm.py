@@ -254,7 +254,7 @@ class _GemmPlanner(ProductsPlanner):
         if c is None:
             return epilogue_launch(problem.out, bias=problem.bias, residual=problem.residual, chunk=chunk)
         parts = self.components
-        strides = (c.stride // parts, c.row_step // parts, c.column_step)  # of pairs, which are side by side, 1
+        strides = (c.stride // parts, c.row_step // parts, c.column_step)  # 1 for pairs, which lie side by side
         imaginary = self.geometry.out_channels * c.row_step if self.planes == 2 else 0
         sums = Sums(c.at, self.sums_dtype, strides, imaginary=imaginary)
         if not self.prefills:
