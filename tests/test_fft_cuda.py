@@ -46,7 +46,9 @@ def check(target, x, weight, settings, *, limit=150_000):
     arrays = on(target, (x, weight))
     terms = max(1, int(np.prod(weight.shape[1:])))
     for most in (None, limit):
-        with cupyconv.options(workspace_limit=most):
+        with cupyconv.options(workspace_limit=most), pytest.MonkeyPatch.context() as patch:
+            if most is not None:  # a sum that begins with what nobody wrote, NaN here, would be computed again
+                patch.setattr(tiles, "MOST_PRODUCTS", 0)
             plan = cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings)
             actual = cupyconv.conv(*arrays, method="fft", **settings)
         assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
