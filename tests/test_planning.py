@@ -515,6 +515,10 @@ def test_a_merge_of_few_channels_is_the_fused_kernel():
     assert launch.shared_bytes == 4 * (20 + 1) * 4, "weights and biases"
     steps = -(-4 * 10**6 // 4 // 128 // (7 * 132))
     assert launch.grid[0] == -(-4 * 10**6 // 4 // 128 // steps) <= 7 * 132, "a GPU's room, shared evenly"
+    prologue = (array(20), array(20), "relu")
+    (launch,) = launches(plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1), prologue=prologue, method="direct"))
+    tile = int(dict(launch.kernel.macros)["TILE"])
+    assert launch.shared_bytes == tile * (20 + 1) * 4 + 2 * 20 * 4, "and a scale and a shift for each channel"
 
 
 @pytest.mark.parametrize(
