@@ -87,6 +87,9 @@ def test_the_other_name_is_answered_before_what_is_missing():
             call(np.ones((1, 1, 4)), kernel_size=2)
     with pytest.raises(TypeError, match=r"^conv\(\) missing 2 required positional arguments: 'x' and 'weight'$"):
         cupyconv.conv()
+    with pytest.raises(TypeError, match=r"^conv_chain\(\) missing 1 .*'layers'$") as refused:
+        cupyconv.conv_chain(np.ones((1, 1, 4)))
+    assert refused.value.__suppress_context__, "what stands for a missing argument is shown to nobody"
     with pytest.raises(TypeError, match=r"^lstm\(\) missing 1 required positional argument: 'x'$"):
         cupyconv.lstm(weight_ih=np.ones((4, 1)), weight_hh=np.ones((4, 1)), lengths=[1])
 

@@ -103,7 +103,9 @@ def refuse_missing(function: Callable[..., Any], arguments: Mapping[str, Any]) -
         several = "s" if len(missing) > 1 else ""
         comma = "," if len(missing) > 2 else ""
         names = " and ".join([", ".join(missing[:-1]) + comma, missing[-1]] if several else missing)
-        raise TypeError(f"{function.__name__}() missing {len(missing)} required positional argument{several}: {names}")
+        raise TypeError(
+            f"{function.__name__}() missing {len(missing)} required positional argument{several}: {names}"
+        ) from None
 
 
 def unknown_keyword(name: str, keyword: str, parameters: Iterable[str]) -> TypeError:
