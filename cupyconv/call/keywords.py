@@ -7,7 +7,7 @@ So does an argument that is needed and not given: it may have come by another li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -82,30 +82,26 @@ class _Missing:
     """What an argument is that is needed and was not given."""
 
 
-_MISSING = _Missing()
+MISSING = _Missing()
 
 
 def let_arguments_be_missing(function: Callable[..., Any]) -> None:
     """Let calls without an argument that is needed reach the function, whose signature is shown as it was."""
     shown = without_foreign(function)
     defaults = tuple(
-        _MISSING if parameter.default is Parameter.empty else parameter.default
+        MISSING if parameter.default is Parameter.empty else parameter.default
         for parameter in shown.parameters.values()
         if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
     )
     function.__signature__, function.__defaults__ = shown, defaults  # type: ignore[attr-defined]
 
 
-def refuse_missing(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def missing_arguments(name: str, missing: Sequence[str]) -> TypeError:
     """The error, in Python's words, for arguments that were not given."""
-    missing = [repr(name) for name, value in arguments.items() if value is _MISSING]
-    if missing:
-        several = "s" if len(missing) > 1 else ""
-        comma = "," if len(missing) > 2 else ""
-        names = " and ".join([", ".join(missing[:-1]) + comma, missing[-1]] if several else missing)
-        raise TypeError(
-            f"{function.__name__}() missing {len(missing)} required positional argument{several}: {names}"
-        ) from None
+    several, comma = ("s" if len(missing) > 1 else ""), ("," if len(missing) > 2 else "")
+    *others, last = map(repr, missing)
+    names = f"{', '.join(others)}{comma} and {last}" if others else last
+    return TypeError(f"{name}() missing {len(missing)} required positional argument{several}: {names}")
 
 
 def unknown_keyword(name: str, keyword: str, parameters: Iterable[str]) -> TypeError:

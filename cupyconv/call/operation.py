@@ -26,7 +26,7 @@ import numpy as np
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
-from cupyconv.call.keywords import let_arguments_be_missing, ours_for, refuse_missing, unknown_keyword
+from cupyconv.call.keywords import MISSING, let_arguments_be_missing, missing_arguments, ours_for, unknown_keyword
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
@@ -102,7 +102,7 @@ class Operation:
             try:
                 arguments = self._unpack(arguments)
             except (TypeError, ValueError):
-                self._refuse_missing(arguments)
+                self._refuse_missing(arguments)  # without this error, which would show what stands for it
                 raise
         settings = self._settings_of(arguments)
         given, form, array_class = flat(self._arrays_of(arguments))
@@ -120,8 +120,10 @@ class Operation:
         return result
 
     def _refuse_missing(self, arguments: Mapping[str, Any]) -> None:
-        if self._function is not None:
-            refuse_missing(self._function, arguments)
+        missing = [name for name, value in arguments.items() if value is MISSING]
+        if missing:
+            assert self._function is not None
+            raise missing_arguments(self._function.__name__, missing) from None
 
     def checked(self, arguments: dict[str, Any], on: str | None = None) -> CheckedCall:
         """The call that these arguments make; nothing is run."""
