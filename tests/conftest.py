@@ -141,6 +141,34 @@ def cuda_target() -> Target:
 
 
 @pytest.fixture
+def small_buffers(monkeypatch):
+    """NumPy's loops take memory of their own for operands whose strides differ: here 16 elements each, not 8192.
+
+    A call runs in the caller's context, which says so, and not in one that was set up before.
+    """
+    from cupyconv.numpy import threads
+    from cupyconv.numpy.backend import NumpyBackend
+
+    def within(backend, run, arrays):
+        with backend.current():
+            return run(arrays)
+
+    monkeypatch.setattr(NumpyBackend, "within", within)
+
+    class Worker(threads._Worker):
+        def _run(self):
+            np.setbufsize(16)
+            super()._run()
+
+    monkeypatch.setattr(threads, "_Worker", Worker)
+    monkeypatch.setattr(threads, "_pool", threads._Pool())
+    before = np.setbufsize(16)
+    assert threads.BLAS.threads  # its library is looked for once
+    yield
+    np.setbufsize(before)
+
+
+@pytest.fixture
 def gathered(monkeypatch):
     """Transposed convolutions are gathered where they can be, on NumPy: of small arrays, to add products takes less."""
     from cupyconv.call.operation import forget_calls

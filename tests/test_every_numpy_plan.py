@@ -31,6 +31,7 @@ from cupyconv.numpy.backend import NumpyBackend, kept_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
 from cupyconv.numpy.gemm import View
+from cupyconv.numpy.mec import MecRows
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -330,14 +331,6 @@ IN_PLACE = (View, weight_gradient.GradientView)
 FAR_MORE = 12
 
 
-@pytest.fixture
-def small_buffers():
-    """NumPy's loops have memory of their own for operands that are cast: here for 16 elements."""
-    before = np.setbufsize(16)
-    yield
-    np.setbufsize(before)
-
-
 def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a plan's run takes at its peak, after the first, and the most of them that no plan counts."""
     with BACKEND.current():
@@ -409,6 +402,30 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
     assert peak <= plan.workspace_bytes + objects, (peak, plan)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_small_image_is_read_once_for_all_blocks(threads, small_buffers):
+    """And counted once, whatever the threads; not one that would be much of the limit, and not by index arrays."""
+
+    def loop_of(
+        size: int, limit: int | None = None, machine: int = threads, **settings: Any
+    ) -> tuple[Plan, MecRows, Any]:
+        call = checked_call(cupyconv.conv, ones(2, 32, size, size), ones(16, 32, 3, 3), padding=1, **settings)
+        problem: Any = replace(call.problem, machine=HostModel(machine), workspace_limit=limit)
+        plan = by_way(problem, MecRows)
+        assert plan
+        (loop,) = loops_of(plan)
+        assert isinstance(loop, MecRows)
+        return plan, loop, {**call.arrays, "out": np.empty((2, 16, size, size), np.float32)}
+
+    plan, loop, arrays = loop_of(56)
+    assert prod(loop.whole_tile) >= 2 * 32 * 58 * 58 and loop.first_work < loop.work
+    peak, objects = taken(plan, arrays)
+    assert peak <= plan.workspace_bytes + objects
+    assert plan.workspace_bytes <= threads * loop_of(56, machine=1)[0].workspace_bytes
+    for other in (loop_of(200)[1], loop_of(56, 3 << 20)[1], loop_of(56, padding_mode="reflect")[1]):
+        assert other.whole_tile == () and other.first_work < loop.first_work
 
 
 @pytest.mark.parametrize("name", ANY)

@@ -16,7 +16,7 @@ from peak_memory import peak_bytes
 import cupyconv
 from cupyconv.call import operation
 from cupyconv.numpy import windows
-from cupyconv.numpy.backend import LINE, KeptScratch, _Buffers
+from cupyconv.numpy.backend import LINE, KeptScratch, Scratch, _Buffers, aligned_bytes, lines_apart, whole_lines
 from cupyconv.problem import kept
 
 
@@ -218,6 +218,61 @@ def test_clear_caches_gives_everything_back():
     assert kept.spent() == 0 and not operation._executables
 
 
+@pytest.mark.parametrize("itemsize", [2, 4, 8, 16])
+def test_rows_are_whole_lines_and_follow_each_other_in_other_places_of_the_cache(itemsize):
+    """No more lines than they need, or one more; the innermost cache has each line in one of 64 places."""
+    for elements in range(1, 5000):
+        whole, apart = (rows(elements, itemsize) * itemsize for rows in (whole_lines, lines_apart))
+        assert elements * itemsize <= whole < elements * itemsize + LINE and whole % LINE == 0
+        places = {row * apart // LINE % 64 for row in range(8)}
+        assert apart in (whole, whole + LINE) and len(places) == 8
+        assert apart == whole or whole // LINE % 16 == 0
+
+
+def test_memory_begins_where_a_line_does():
+    for nbytes in (1, 100, 4096):
+        memory = aligned_bytes(nbytes)
+        assert memory.nbytes == nbytes and memory.__array_interface__["data"][0] % LINE == 0
+
+
+def test_scratch_memory_of_several_rounds_is_a_threads_own_and_overwritten():
+    scratch = Scratch(np.dtype(np.float32), rounds=2)
+    first = scratch.array("tile", (10, 10))
+    assert first.flags.c_contiguous and first.dtype == np.float32
+    assert np.shares_memory(first, scratch.array("tile", (25,), np.dtype(np.float64)))
+    assert not np.shares_memory(first, scratch.array("columns", (10, 10)))
+    others = []
+    thread = threading.Thread(target=lambda: others.append(scratch.array("tile", (10, 10))))
+    thread.start()
+    thread.join()
+    assert not np.shares_memory(first, others[0])
+    larger = scratch.array("tile", (10, 11))
+    assert not np.shares_memory(first, larger) and np.shares_memory(larger, scratch.array("tile", (10, 10)))
+    assert peak_bytes(lambda: [scratch.array("rows", (size,)).nbytes for size in (100_000, 110_000)]) < 500_000
+    alone = Scratch(np.dtype(np.float32), rounds=1)
+    assert not np.shares_memory(alone.array("tile", (4,)), alone.array("tile", (4,)))
+
+
+def test_views_of_scratch_memory_are_made_once_while_it_stays():
+    scratch, made, owners = Scratch(np.dtype(np.float32), rounds=2), count(), [object() for _ in range(100)]
+
+    def views(owner: object, size: int = 10) -> int:
+        scratch.array("tile", (10,))
+        return scratch.views(owner, size, ("tile",), lambda: next(made))
+
+    assert [views(owners[0]), views(owners[0]), views(owners[0], 11), views(owners[1])] == [0, 0, 1, 2]
+    scratch.array("tile", (20,))
+    assert views(owners[0]) == 3
+    buffers = scratch._buffers
+    assert buffers is not None
+    sizes = [len(buffers) for owner in owners if views(owner) > 3 or owner is owners[0]]
+    assert 20 < max(sizes) <= 32 and min(sizes[40:]) < 20 and len(sizes) == len(owners)
+    of_others = [scratch.views(made, 10, ("tile", "columns"), lambda: next(made)) for _ in range(2)]
+    assert of_others[0] < of_others[1]  # of memory that is not kept
+    alone = Scratch(np.dtype(np.float32), rounds=1)
+    assert [alone.views(owners[0], 10, ("tile",), lambda: next(made)) for _ in range(2)] == [105, 106]
+
+
 def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
     scratch = KeptScratch(np.dtype(np.float32))
 
@@ -247,7 +302,7 @@ def test_scratch_memory_beyond_the_budget_is_fresh(monkeypatch):
     assert not np.shares_memory(large, scratch.array("tile", (1000,)))
 
 
-def test_a_buffer_is_replaced_while_another_thread_gives_all_back():
+def test_a_buffer_is_given_back_while_another_thread_gives_all_back():
     buffers, ended, interval = _Buffers(), threading.Event(), sys.getswitchinterval()
 
     def keep_and_clear() -> None:
@@ -260,8 +315,8 @@ def test_a_buffer_is_replaced_while_another_thread_gives_all_back():
     other.start()
     try:
         for _ in range(60_000):
-            buffers.replace("columns", np.empty(1))
-            buffers.replace("columns", None)
+            buffers["columns"] = np.empty(1)
+            buffers.give_back("columns")
     finally:
         ended.set()
         other.join()

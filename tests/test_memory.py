@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import _OPERATIONS
-from cupyconv.numpy import threads as threads_of_calls
-from cupyconv.numpy.backend import NumpyBackend
 from cupyconv.problem import kept
 
 SHAPES = {
@@ -217,32 +214,6 @@ def has_samples(name: str, case: dict[str, Any]) -> bool:
 
 #: Operations whose images may come without an axis of samples.
 SPATIAL = {"conv", "conv_transpose", "conv_grad_input", "conv_grad_weight", "im2col", "col2im", "max_pool", "avg_pool"}
-
-
-@pytest.fixture
-def small_buffers(monkeypatch):
-    """NumPy's loops take memory of their own for operands whose strides differ: here 16 elements each, not 8192.
-
-    A call runs in the caller's context, which says so, and not in one that was set up before.
-    """
-
-    def within(backend: NumpyBackend, run: Callable[[Any], Any], arrays: Any) -> Any:
-        with backend.current():
-            return run(arrays)
-
-    monkeypatch.setattr(NumpyBackend, "within", within)
-
-    class Worker(threads_of_calls._Worker):
-        def _run(self) -> None:
-            np.setbufsize(16)
-            super()._run()
-
-    monkeypatch.setattr(threads_of_calls, "_Worker", Worker)
-    monkeypatch.setattr(threads_of_calls, "_pool", threads_of_calls._Pool())
-    before = np.setbufsize(16)
-    assert threads_of_calls.BLAS.threads  # its library is looked for once
-    yield
-    np.setbufsize(before)
 
 
 @pytest.mark.parametrize("name", sorted(function.__name__ for function in _OPERATIONS))

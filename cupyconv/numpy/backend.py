@@ -130,14 +130,12 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
 class _Buffers(dict[Any, Any]):
     """What one call at a time writes, by name, and views of it; a class, so that it can be referred to weakly."""
 
-    def replace(self, name: str, buffer: np.ndarray | None) -> None:
-        """Another buffer, or none that is kept; no view of the one before stays."""
+    def give_back(self, name: str) -> None:
+        """The buffer of that name, if there is one, and all views: one may be of it."""
         for key in self.copy():  # at once: another thread may give all back meanwhile
             if type(key) is not str:
                 self.pop(key, None)
         self.pop(name, None)
-        if buffer is not None:
-            self[name] = buffer
 
 
 class Scratch:
@@ -167,8 +165,9 @@ class Scratch:
         buffers = self._buffers
         buffer = None if buffers is None else buffers.get(name)
         if buffer is None or buffer.size < nbytes:
+            buffer = None
             if buffers is not None:
-                buffers.replace(name, None)  # given back before another is had
+                buffers.give_back(name)  # before another is had
             buffer = aligned_bytes(nbytes)
             if buffers is not None and self._may_keep(buffer):
                 buffers[name] = buffer
@@ -188,7 +187,7 @@ class Scratch:
             kept = of, make()
             if buffers is not None and all(name in buffers for name in names):
                 if len(buffers) >= _KEPT_VIEWS:
-                    buffers.replace("", None)
+                    buffers.give_back("")
                 buffers[key] = kept
         views: Views = kept[1]
         return views
