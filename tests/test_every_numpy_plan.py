@@ -86,7 +86,7 @@ def any_conv(random: Random, make: Make, scale: int, times: int = 1) -> tuple[An
             del settings["padding_mode"]
     if random.random() < 0.3:
         settings["bias"] = make(groups * outputs, dtype=dtype)
-    activation = None if "complex64" in (dtype, of_weight) else "relu"
+    activation = None if "complex64" in (dtype, of_weight) else random.choice(("relu", "gelu"))
     if random.random() < 0.3:
         settings["activation"] = activation
     if random.random() < 0.2:
@@ -173,6 +173,7 @@ def test_memory_keeps_within_the_limit_and_more_of_it_is_no_worse(method, name, 
         return
     assert plan.workspace_bytes <= max(problem.limit, min(problem.limit, copied) + copied)
     assert plan.method == method or method == "auto"
+    assert plan.bytes_moved >= problem.minimal_bytes
     for loop in loops_of(plan):
         assert 1 <= loop.threads <= max(problem.host.threads, 1) and loop.blocks >= 1 and loop.turns >= 1
         assert loop.threads * loop.workspace <= plan.workspace_bytes
@@ -369,7 +370,7 @@ def ones(*shape: int, dtype: str = "float32", order: str = "C") -> np.ndarray:
     return np.moveaxis(np.moveaxis(values, 1, -1).copy(), -1, 1) if order == "last" else values
 
 
-#: A way, and a call of which it took far more than it said.
+#: A way, and a call of which it took far more than it said, or would if it did not count what is named.
 NOT_COUNTED = {
     "a weight in the order of its taps, which is transformed": (
         "Winograd", cupyconv.conv, (ones(5, 17, 8, 14, 3), ones(42, 17, 3, 3, 3)), {},
@@ -377,6 +378,9 @@ NOT_COUNTED = {
     "a weight copied twice": (
         "Columns", cupyconv.conv,
         (ones(8, 21, 4, 9, 4), ones(100, 21, 3, 3, 3, dtype="complex64", order="last")), {"stride": (1, 3, 2)},
+    ),
+    "what a wide border is gathered to": (
+        "Columns", cupyconv.conv, (ones(1, 16, 50, 50), ones(2, 16, 2, 1)), {"padding": 45, "padding_mode": "wrap"},
     ),
     "a prologue of two steps": (
         "Columns", cupyconv.conv, (ones(11, 28, 6, 5, 4), ones(6, 28, 1, 1, 1)), {"prologue": (ones(28), ones(28), None)},
@@ -396,7 +400,7 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
     way, function, arguments, settings = NOT_COUNTED[name]
     call = checked_call(function, *arguments, **settings)
     (result,) = call.results
-    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=1_500_000)
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=8_000_000)
     (known,) = (each for each in ways_for(function.__name__, problem) if each.__name__ == way)
     plan = by_way(problem, known)
     assert plan
