@@ -26,8 +26,8 @@ is done: tests hold that there are threads enough and not far more; a stride alo
 place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for any number gives
 the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is compiled, and how much
 shared memory it is given, which tests of compiled kernels hold; what a method raises that every class below has of its own;
-None for False or for an empty text, of which only the truth is asked; where differences alone count, the place that they
-are counted from.
+None for False or for an empty text, of which only the truth is asked; where differences alone count, from where they are
+counted, and in which direction.
 And what half a second is too short for: of what survived that in chunks of a transposed convolution and of a recurrent layer,
 most was killed by tests that run kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
 """

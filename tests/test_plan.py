@@ -31,6 +31,7 @@ from cupyconv.problem.plan import (
     _rounds,
     going_on,
 )
+from cupyconv.problem.problems import HostModel
 from tests.host_device import GemmRecord, LaunchRecord
 
 # --- what ran -------------------------------------------------------------------------------------------------
@@ -198,6 +199,7 @@ def test_the_page_of_a_merge():
 def test_the_page_on_numpy():
     page = str(cupyconv.explain(cupyconv.conv, np.ones((1, 2, 9)), np.ones((3, 2, 3))))
     assert "on numpy (1 thread)" in page and "block(s) of" in page
+    assert [str(HostModel(threads)) for threads in (1, 2)] == ["1 thread", "2 threads"]
 
 
 def f32(*shape):

@@ -172,7 +172,9 @@ def test_views_of_operands_are_those_of_numpy(random):
     assert described.pixels == image.size
     assert described.pixel_stride == (steps.pop() // 4 if len(steps) == 1 else None)
     fresh = some.in_c_order("float64")
-    assert (fresh.alignment, fresh.strides, fresh.nbytes) == (16, c_strides(some.shape), 2 * some.nbytes)
+    assert (fresh.alignment, fresh.nbytes) == (16, 2 * some.nbytes)
+    strides = [step // 8 for step in np.empty(some.shape).strides]
+    assert fresh.strides == tuple(step if extent > 1 else 0 for extent, step in zip(some.shape, strides))
 
 
 @pytest.mark.parametrize("byte", [0, 1, 2, 4, 8, 12, 16, 24, 32, 48])
