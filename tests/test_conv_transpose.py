@@ -156,6 +156,15 @@ def test_what_no_tap_reaches_is_filled_at_once(kernel, stride, parts, dtype, cha
     assert all(np.isnan(array[:, :, :1]).all() and np.isnan(array[..., 1::2]).all() for array in memory)
 
 
+@pytest.mark.parametrize("given", [{"activation": "relu"}, {"bias": np.ones(1)}], ids=lambda given: next(iter(given)))
+def test_what_no_tap_reaches_has_the_epilogue_too(given):
+    """One element of x beside one tap, where the phase between them reads nothing at all."""
+    settings = dict(stride=2, dilation=2, padding=((1, 3),))
+    with cupyconv.options(threads=1):
+        y = cupyconv.conv_transpose(np.ones((1, 1, 2)), np.ones((1, 1, 2)), **given, **settings)
+    np.testing.assert_array_equal(y, np.full((1, 1, 1), float("bias" in given)))
+
+
 # --- where the result begins and ends --------------------------------------------------------------------------------
 
 #: Of the canvas [1, 10, 102, 20, 200], from x = [1, 2] and weight [1, 10, 100] at stride 2.

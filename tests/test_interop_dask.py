@@ -594,6 +594,15 @@ def test_a_call_in_the_place_of_all_tasks_takes_their_threads(seen, settings, ea
         assert set(blas) <= {1}
 
 
+@pytest.mark.parametrize(
+    "how, words", [(dict(get=dask.get), "scheduler= keyword"), (dict(num_workers=-1), "max_workers")]
+)
+def test_what_dask_refuses_of_compute_is_refused_by_it(how, words):
+    y = interop.conv(da.from_array(np.ones((1, 4, 40)), chunks=(1, 4, 20)), integers(4, 4, 3))
+    with pytest.raises((TypeError, ValueError), match=words):
+        y.compute(**({"scheduler": "threads"} | how))
+
+
 # --- errors ---------------------------------------------------------------------------------------------------
 
 X = da.ones((1, 2, 8), chunks=(1, 2, 4))

@@ -46,8 +46,10 @@ class SchedulerHere:
 
 
 def scheduler_here(collection: Any, how: dict[str, Any]) -> SchedulerHere | None:
-    """What computes a collection, as the keywords of `compute` say; None where its workers are elsewhere."""
+    """What computes a collection, as the keywords of `compute` say; None where its workers are elsewhere, or Dask refuses them."""
     keywords = {key: value for key, value in how.items() if key not in ("scheduler", "optimize_graph", "traverse")}
+    if "get" in keywords:
+        return None
     get = get_scheduler(scheduler=how.get("scheduler"), collections=[collection])
     if get is dask.local.get_sync:
         return SchedulerHere(1, get, keywords)
@@ -56,10 +58,11 @@ def scheduler_here(collection: Any, how: dict[str, Any]) -> SchedulerHere | None
 
 
 def _threads(how: dict[str, Any]) -> int | None:
-    """How many threads Dask has; None where it has processes in their place."""
+    """How many threads Dask has; None where it has processes in their place, or no such number."""
     pool = how.get("pool") or dask.config.get("pool", None)
     if pool is None:
-        return how.get("num_workers") or dask.config.get("num_workers", None) or CPU_COUNT
+        workers = how.get("num_workers") or dask.config.get("num_workers", None) or CPU_COUNT
+        return workers if workers > 0 else None
     if isinstance(pool, ThreadPoolExecutor):
         return pool._max_workers
     return vars(pool)["_processes"] if isinstance(pool, ThreadPool) else None

@@ -206,9 +206,10 @@ class View(Product):
         ((x, _),) = run.images.inputs
         if not self.in_place:
             return product(run, run.weight, block.of(x)[0], block)
-        geometry, samples = self.geometry, block.size[0]
-        columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, -1)
-        place = block.of(run.out).reshape(samples, geometry.groups, geometry.group_outputs, -1)
+        geometry, (samples, *axes) = self.geometry, block.size
+        pixels = prod(axes)
+        columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, pixels)
+        place = block.of(run.out).reshape(samples, geometry.groups, geometry.group_outputs, pixels)
         multiply(run.weight, columns, self.rows_on, place)
         return place if run.products_are_result else place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
 

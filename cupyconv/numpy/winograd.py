@@ -216,6 +216,10 @@ class Winograd(TiledLoop, ConvLoop):
         return factor_bytes(geometry) + by_tap if keeps_weight(geometry) else 0
 
     @property
+    def kept_bytes(self) -> int:
+        return factor_bytes(self.geometry) if super().kept_bytes else 0
+
+    @property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         products = self.blocks * products_of(geometry) * cost.products_of_tiles(self.block_tiles, geometry, problem)
