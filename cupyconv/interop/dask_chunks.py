@@ -112,7 +112,7 @@ class Block:
 def _in_one_array(
     shape: tuple[int, ...], pieces: Sequence[np.ndarray], axes: Sequence[Sequence[tuple[int, int]]]
 ) -> np.ndarray | None:
-    """What is made of pieces, where they lie in one array as they would in it; `axes` have where each begins and ends."""
+    """What is made of pieces, where they lie in one array as they would in it; of each axis, where its pieces begin and end."""
     if not pieces:
         return None
     strides, whole, origin = pieces[0].strides, _owner(pieces[0]), _address(pieces[0])
@@ -173,19 +173,20 @@ def borders_of(sizes: Sequence[int]) -> list[int]:
 
 
 def chunks_in_memory(x: da.Array) -> dict[Any, np.ndarray] | None:
-    """The chunks of x by their keys, where they are NumPy's and there already: not what a task will compute."""
+    """The chunks of x by their keys, where they are NumPy's, of its dtype, and there already: not what a task will compute."""
     layer = x.dask.layers.get(x.name)
     if not isinstance(layer, MaterializedLayer):
         return None
     keys = [(x.name, *numbers) for numbers in product(*map(range, x.numblocks))]
     chunks = [layer.get(key) for key in keys]
-    return dict(zip(keys, chunks)) if {*map(type, chunks)} == {np.ndarray} else None
+    are_numpys = all(type(chunk) is np.ndarray and chunk.dtype == x.dtype for chunk in chunks)
+    return dict(zip(keys, chunks)) if are_numpys else None
 
 
 def in_one_array(x: da.Array) -> np.ndarray | None:
     """All of x, where its chunks are in memory and lie in one NumPy array as they do in x: `from_array` makes such."""
     chunks = chunks_in_memory(x)
-    if chunks is None or any(chunk.dtype != x.dtype for chunk in chunks.values()):
+    if chunks is None:
         return None
     return _in_one_array(x.shape, [*chunks.values()], [[*pairwise(borders_of(sizes))] for sizes in x.chunks])
 

@@ -82,12 +82,12 @@ class LazyArray(da.Array):
             return super().compute(**kwargs)
         out = None if self._out is None else self._out.array
         if not here.is_watched:
-            whole = self._tasks.at_once(out, here.workers)
+            whole = self._tasks.in_one_call(out, here.workers)
             if whole is not None:
                 return whole
         if out is None:
             out = np.empty(self.shape, self.dtype)
-        tasks = self._tasks.alone(out)
+        tasks = self._tasks.tasks_in_memory(out)
         if tasks is None:
             return da.Array.compute(self if self._out else self._tasks.into(out), **kwargs)
         here.run(tasks)

@@ -63,6 +63,7 @@ def _threads(how: dict[str, Any]) -> int | None:
     if pool is None:
         workers = how.get("num_workers") or dask.config.get("num_workers", None) or CPU_COUNT
         return workers if workers > 0 else None
+    # Pools show nobody how many workers they have, but Dask reads them so too.
     if isinstance(pool, ThreadPoolExecutor):
         return pool._max_workers
     return vars(pool)["_processes"] if isinstance(pool, ThreadPool) else None

@@ -186,6 +186,7 @@ class View(Product):
             if not is_undivided(problem):
                 return blocks
             whole = cls(problem, (geometry.batch, *geometry.out_size), threads)
+            # One product, which threads divide, where the caller has said how many there are: all of them have a part.
             return min(whole, blocks, key=attrgetter("seconds")) if problem.host.most else whole
         return super().fitted(problem, fixed, limit)
 
