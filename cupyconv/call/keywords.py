@@ -2,7 +2,7 @@
 
 A public function of arrays, and `options`, ends in ``**foreign: Never``, which help and `inspect.signature` leave out and
 type checkers refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
-So does an argument that is needed and not given: it may have come by another library's name.
+A call without an argument that is needed gets here too: the argument may have come by another library's name.
 """
 
 from __future__ import annotations
