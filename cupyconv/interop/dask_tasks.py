@@ -87,13 +87,15 @@ class _Part:
         return {**keywords, **some}
 
 
-class _Made(NamedTuple):
-    """The tasks of a result."""
+#: Tasks by the numbers of their chunks, each with the keys of what it reads.
+_Parts = dict[tuple[int, ...], tuple[_Part, list[Any]]]
 
-    parts: dict[
-        tuple[int, ...], tuple[_Part, list[Any]]
-    ]  # by the numbers of their chunks, with the keys of what each reads
-    cuts: dict[Any, tuple[Cut, Any]]  # from chunks, for tasks that read a little of them
+
+class _Made(NamedTuple):
+    """The tasks of a result, and what they need cut."""
+
+    parts: _Parts
+    cuts: dict[Any, tuple[Cut, Any]]  # a little of a chunk, for tasks that read no more of it
 
 
 class _LazyLayer(Layer):
@@ -225,7 +227,7 @@ class Tasks:
         halo = f"halo-{self._token}" if lends else None
         images = [Image(number, x, halo) for number, x in enumerate(self._given)]
         needs = [[axis.need(*part) for part in own] for axis, own in zip(axes, self._ranges)]
-        parts: dict[tuple[int, ...], tuple[_Part, list[Any]]] = {}
+        parts: _Parts = {}
         for numbers in product(*(range(len(own)) for own in self._ranges)):
             lies = [own[number] for own, number in zip(self._ranges, numbers)]
             need = [own[number] for own, number in zip(needs, numbers)]
