@@ -408,6 +408,70 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
     assert peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
+#: Convolutions of so large arrays that objects of Python are little beside them: x, weight, and settings.
+LARGE: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((2, 32, 40, 40), (48, 32, 3, 3), {}),
+    "float16, that ends": ((2, 32, 40, 40), (48, 32, 3, 3), {"dtype": "float16", "activation": "gelu"}),
+    "that begins and ends": ((2, 32, 40, 40), (48, 32, 3, 3), {"prologue": "relu", "activation": "gelu"}),
+    "channels last": ((2, 32, 40, 40), (48, 32, 3, 3), {"order": "last", "padding": 1, "residual": True}),
+    "strides": ((2, 32, 60, 60), (48, 32, 3, 3), {"stride": 2}),
+    "a border": ((2, 32, 40, 40), (48, 32, 3, 3), {"padding": 2, "padding_mode": "edge"}),
+    "groups": ((2, 32, 40, 40), (48, 16, 3, 3), {"groups": 2, "prologue": "relu"}),
+    "depthwise": ((2, 64, 50, 50), (64, 1, 3, 3), {"groups": 64}),
+    "depthwise, float16": ((2, 64, 50, 50), (128, 1, 3, 3), {"groups": 64, "dtype": "float16", "activation": "gelu"}),
+    "many samples": ((24, 32, 8, 8), (24, 32, 3, 3), {}),
+    "one tap": ((2, 64, 40, 40), (48, 64, 1, 1), {"prologue": "relu", "activation": "gelu"}),
+    "one tap, float16": ((2, 64, 40, 40), (48, 64, 1, 1), {"dtype": "float16"}),
+    "a large weight": ((2, 128, 12, 12), (128, 128, 3, 3), {"of_weight": "last"}),
+    "a long line": ((2, 4, 20_000), (4, 4, 15), {}),
+    "complex": ((2, 32, 30, 30), (48, 32, 3, 3), {"dtype": "complex64"}),
+    "complex times real": ((2, 32, 30, 30), (48, 32, 3, 3), {"dtype": "complex64", "dtype_of_weight": "float32"}),
+    "real times complex": ((2, 32, 30, 30), (48, 32, 3, 3), {"dtype_of_weight": "complex64"}),
+}  # fmt: skip
+#: Those within a small limit.
+WITHIN_LITTLE = "depthwise", "channels last", "groups", "one tap, float16", "complex", "a border", "float16, that ends"
+#: What each way takes of them at the least, of what it counts.
+LEAST_TAKEN = 1 / 3
+
+
+def large(name: str, of: str) -> CheckedCall:
+    """The call of this operation."""
+    size, of_weight, settings = LARGE[of]
+    settings = dict(settings)
+    dtype, order = settings.pop("dtype", "float32"), settings.pop("order", "C")
+    weight = ones(*of_weight, dtype=settings.pop("dtype_of_weight", dtype), order=settings.pop("of_weight", "C"))
+    x, ends = ones(*size, dtype=dtype, order=order), ("activation", "prologue", "residual")
+    if name == "conv":
+        if "prologue" in settings:
+            settings["prologue"] = (*(ones(size[1], dtype=dtype) for _ in range(2)), settings["prologue"])
+        if settings.pop("residual", None):
+            settings["residual"] = ones(*checked_call(cupyconv.conv, x, weight, **settings).results[0].shape)
+        return checked_call(cupyconv.conv, x, weight, **settings)
+    settings = {key: value for key, value in settings.items() if key not in ends}
+    (result,) = checked_call(cupyconv.conv, x, weight, **settings).results
+    if name == "conv_grad_input":
+        grad = ones(*result.shape, dtype=dtype, order=order)
+        return checked_call(cupyconv.conv_grad_input, grad, weight, size, **settings)
+    grad = ones(*result.shape, dtype=weight.dtype.name, order=order)
+    return checked_call(cupyconv.conv_grad_weight, grad, x, of_weight[2:], **settings)
+
+
+@pytest.mark.parametrize("of", LARGE)
+@pytest.mark.parametrize("name", ANY)
+def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small_buffers):
+    """Of which none is lost among objects of Python; gradients of the image too."""
+    call, limit = large(name, of), 1_000_000 if of in WITHIN_LITTLE else 8_000_000
+    (result,) = call.results
+    arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=limit)
+    for way in ways_for(name, problem):
+        if plan := by_way(problem, way):
+            peak, objects = taken(plan, arrays)
+            assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
+            if not issubclass(way, IN_PLACE):
+                assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, way, plan)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_small_image_is_read_once_for_all_blocks(threads, small_buffers):
     """And counted once, whatever the threads; not one that would be much of the limit, and not by index arrays."""

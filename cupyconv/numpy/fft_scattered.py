@@ -81,6 +81,7 @@ class FftRun(ScatteredRun):
             pixels = loop.pixel_runs[runs]
             for values, own in zip(in_threads(len(pixels), partial(loop.values, self, block), pixels), pixels):
                 loop.add_values(self, sums, block, own, values)
+            del values  # before those of the next
 
 
 @dataclass(frozen=True)

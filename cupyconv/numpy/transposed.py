@@ -197,16 +197,25 @@ class ScatteredTaps(ScatteredLoop):
         """Taps of a product, at the most."""
         if self.flat:
             return 1
-        return max(1, min(SHORT_CALL, self.problem.limit // 8) // (self._tap_bytes or 1))
+        products, limit = self._tap_bytes or 1, self.problem.limit // 8
+        return max(1, min(SHORT_CALL // products, limit // (products + self._weight_bytes)))
 
     @property
     def _tap_bytes(self) -> int:
+        """Bytes of a tap's products."""
         nbytes = self.channels * prod(self.block) * self.sums_dtype.itemsize
         return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
 
     @property
+    def _weight_bytes(self) -> int:
+        """Bytes of a tap's weight, which is copied where a product has several."""
+        return self.channels * self.geometry.group_outputs * self.factor_dtype.itemsize
+
+    @property
     def workspace(self) -> int:
-        return super().workspace + (min(self.taps, self.geometry.taps) - 1) * self._tap_bytes
+        taps = min(self.taps, self.geometry.taps)
+        copied = taps * self._weight_bytes if taps > 1 else 0
+        return super().workspace + (taps - 1) * self._tap_bytes + copied
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:

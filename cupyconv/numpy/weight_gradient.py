@@ -362,6 +362,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
                 target[...] = product
             else:
                 target += product
+            del taps, product  # before those of the next
 
     def _add_columns(
         self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, sums: np.ndarray, is_first: bool
