@@ -105,12 +105,12 @@ LONG_ROWS = {
     "one row of many samples": ((4, 9), (3, 3), 6, dict(padding=1), 1),
     "bands": ((12, 9), (3, 3), 1, dict(padding=1), 12),
     "bands of several rows": ((12, 40), (3, 3), 1, dict(padding=1), 3),
-    "bands, stride": ((25, 41), (3, 3), 1, dict(stride=2, padding=1), 13),
+    "bands, stride": ((25, 41), (3, 3), 1, dict(stride=(2, 1), padding=1), 13),
     "bands, dilation": ((14, 9), (3, 2), 1, dict(dilation=(2, 3), padding="same"), 14),
-    "1-D, stride and dilation": ((90,), (4,), 2, dict(stride=2, dilation=3), 1),
+    "1-D, dilation": ((90,), (4,), 2, dict(dilation=3), 1),
     "3-D": ((6, 5, 4), (3, 2, 3), 3, dict(padding=1), 1),
     "3-D, bands": ((6, 5, 4), (3, 2, 3), 1, dict(padding=1), 6),
-    "3-D, stride": ((9, 7, 8), (2, 3, 3), 2, dict(stride=(2, 1, 3), padding=1), 1),
+    "3-D, stride": ((9, 7, 8), (2, 3, 3), 2, dict(stride=(2, 3, 1), padding=1), 1),
 }
 
 

@@ -15,13 +15,15 @@ of `MecRows`, is as long as a row; here it is as long as that row of all samples
 The columns of a tap of a row are all pixels, padding included, from the tap on: they are copied in runs as long as a product.
 So a product has pixels behind each row's end that nobody reads.  Where the rows of a tile lie side by side already, as those
 of several samples, they are read like that; a band has rows in common with the next, which are copied for both.
+
+With a stride along the width, what a tap reads is no such run: `MecRows` or columns take less then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import gcd, prod
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +40,7 @@ from cupyconv.numpy.convolution import (
     weight_copy,
 )
 from cupyconv.numpy.gemm import WAYS as ANY_GROUPS
-from cupyconv.numpy.windows import Block, BlockSize, Region, parts_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
@@ -86,7 +88,7 @@ class LongRows(ConvLoop):
         geometry, problem, layout = self.geometry, self.problem, self.layout
         products = layout.rows * cost.product(geometry.group_outputs, geometry.reduction, layout.length, problem)
         columns = cost.copied(prod(layout.columns), layout.length, problem.x_dtype)
-        tile = cost.copied(len(self._taps) * prod(layout.tile), layout.pitch, problem.x_dtype)
+        tile = cost.copied(prod(layout.tile), layout.pitch, problem.x_dtype)
         work = self.blocks * geometry.groups * (products + columns + tile)
         if not layout.is_in_order:
             work += cost.added(prod(problem.out.shape), problem.dtype)
@@ -98,7 +100,13 @@ class LongRows(ConvLoop):
         # A group's channels are those of one input, so that several groups are read at once.
         per_group = geometry.group_channels
         is_whole = per_group > 0 and all(count % per_group == 0 for count in geometry.channels)
-        return problem.is_one_kind and geometry.taps > 1 and is_whole and _most_pixels(geometry) >= LEAST_ROW
+        return (
+            problem.is_one_kind
+            and geometry.taps > 1
+            and geometry.stride[2] == 1
+            and is_whole
+            and _most_pixels(geometry) >= LEAST_ROW
+        )
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -129,26 +137,16 @@ class LongRows(ConvLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        # Taps are sorted by their phase first, where there are several.
-        return (1 + (problem.geometry.stride[2] > 1)) * copy_bytes(problem.weight, problem.weight_dtype)
+        return copy_bytes(problem.weight, problem.weight_dtype)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The weight as columns are: (groups, 1, outputs per group, taps along the rows' axis x others x channels x width)."""
         geometry = self.geometry
         kernels = weight.reshape(*weight.shape[:2], geometry.group_channels, *geometry.kernel)
         kernels = kernels.transpose(0, 1, 3 + self.axis, 4 - self.axis, 2, 5)
-        if len(self._taps) > 1:
-            kernels = kernels[..., [tap for taps in self._taps.values() for tap in taps]]
         return kernels.reshape(geometry.groups, 1, geometry.group_outputs, -1)
 
     # Memory
-
-    @cached_property
-    def _taps(self) -> dict[int, range]:
-        """The taps along the width, by the phase of it that they read."""
-        gap, stride = self.geometry.dilation[2], self.geometry.stride[2]
-        period, taps = stride // gcd(stride, gap), self.geometry.kernel[2]
-        return {first * gap % stride: range(first, taps, period) for first in range(min(period, taps))}
 
     @cached_property
     def _rows(self) -> int:
@@ -172,7 +170,7 @@ class LongRows(ConvLoop):
         """Bytes of what a block reads of a group, of its columns and of its products."""
         geometry, layout = self.geometry, self.layout
         gathered = 1 + temporaries(geometry, self.problem.prologue)
-        read = len(self._taps) * gathered * (prod(layout.tile) + layout.behind)
+        read = gathered * (prod(layout.tile) + layout.behind)
         product = 0 if layout.is_in_order else layout.rows * geometry.group_outputs * layout.length
         return (read + prod(layout.columns)) * self.x_dtype.itemsize + product * self.sums_dtype.itemsize
 
@@ -187,18 +185,18 @@ class LongRows(ConvLoop):
         # (groups, rows of a band, outputs, samples, d, h, w), with bands where the rows' axis is.
         bands = sums.reshape(*sums.shape[: 3 + axis], -1, layout.rows, *sums.shape[4 + axis :])
         bands = np.moveaxis(bands, 4 + axis, 1)
-        copies, matrices = self._columns(run, block, layout)
+        tile, columns, windows, matrices = self._memory(run, block, layout)
         products = None
         if not layout.is_in_order:
             shape = (self.part, *bands.shape[1:3], layout.length)
             products = run.products.array("products", shape, self.sums_dtype)
             by_pixel = products.reshape(*shape[:3], *bands.shape[3:6], layout.pitch)[..., : block.size[3]]
         images = run.images.by_group(self.geometry.groups)
+        regions = block.tile(self.geometry.in_channels).not_zeros
         for groups in parts_of(self.geometry.groups, self.part):
             some, own, place = images.some(groups), slice(groups.stop - groups.start), bands[groups]
-            for regions, tile, columns, windows in copies:
-                some.read(regions, block, tile[own])
-                columns[own] = windows[own]
+            some.read(regions, block, tile[own])
+            columns[own] = windows[own]
             if products is None:
                 np.matmul(run.weight[groups], matrices[own], out=place[:, :, :, 0, 0, 0])
             else:
@@ -206,44 +204,32 @@ class LongRows(ConvLoop):
                 place[...] = by_pixel[own]
         return sums
 
-    def _columns(self, run: ConvRun, block: Block, layout: Layout) -> tuple[list[Copy], np.ndarray]:
-        """The memory of a part's columns: what is copied for each phase, and the columns as matrices.
-
-        These are, for each row of a band: (groups, rows, taps and channels, pixels).
-        """
+    def _memory(self, run: ConvRun, block: Block, layout: Layout) -> Memory:
+        """The memory of a part's groups."""
         geometry, scratch = self.geometry, run.images.scratch
-        stride, gap = geometry.stride, geometry.dilation
-        columns, done = scratch.array("columns", (self.part, *layout.columns), self.x_dtype), 0
+        size = self.part * prod(layout.tile)
+        memory = scratch.array("tile", (size + layout.behind,), self.x_dtype)
+        # What is not read stays as it is, from part to part.
+        memory[0 if block.tile(geometry.in_channels).has_zeros else size :] = 0
+        tile = np.ndarray((self.part, *layout.tile), memory.dtype, memory)
+        columns = scratch.array("columns", (self.part, *layout.columns), self.x_dtype)
         item = columns.itemsize
-        copies = []
-        for phase, taps in self._taps.items():
-            size = self.part * prod(layout.tile)
-            memory = scratch.array(f"tile {phase}", (size + layout.behind,), self.x_dtype)
-            tile = block.tile(geometry.in_channels, phase, stride[2])
-            # What is not read stays as it is, from part to part.
-            memory[0 if tile.has_zeros else size :] = 0
-            image = np.ndarray((self.part, *layout.tile), memory.dtype, memory)
-            if layout.rows_first:
-                image = np.moveaxis(image, 1, 3 + self.axis)
-            begin, further = (tap * gap[2] // stride[2] for tap in (taps.start, taps.step))
-            own = columns[:, :, :, :, done : done + len(taps)]
-            steps = (prod(layout.tile), *layout.steps[:3], further, *layout.steps[3:], 1)
-            windows = np.ndarray(own.shape, memory.dtype, memory, begin * item, tuple(step * item for step in steps))
-            copies.append(Copy(tile.not_zeros, image, own, windows))
-            done += len(taps)
+        windows_steps = (prod(layout.tile), *layout.steps[:3], geometry.dilation[2], *layout.steps[3:], 1)
+        windows = np.ndarray(columns.shape, memory.dtype, memory, 0, tuple(step * item for step in windows_steps))
         group, row = columns.strides[:2]
         shape = self.part, layout.rows, geometry.reduction, layout.length
-        strides = group, row * stride[self.axis], layout.length * item, item
-        return copies, np.ndarray(shape, columns.dtype, columns, 0, strides)
+        strides = group, row * geometry.stride[self.axis], layout.length * item, item
+        matrices = np.ndarray(shape, columns.dtype, columns, 0, strides)
+        return Memory(np.moveaxis(tile, 1, 3 + self.axis) if layout.rows_first else tile, columns, windows, matrices)
 
 
-class Copy(NamedTuple):
-    """What a phase of a block's columns is copied from."""
+class Memory(NamedTuple):
+    """What some groups of a block are read into, their columns, and views of both."""
 
-    regions: tuple[Region, ...]  # of the inputs: what is read
     tile: np.ndarray  # (groups, channels, samples, d, h, w)
-    columns: np.ndarray  # (groups, *`Layout.columns`), of the taps that read this phase
+    columns: np.ndarray  # (groups, *`Layout.columns`)
     windows: np.ndarray  # the same in the tile
+    matrices: np.ndarray  # the columns of each row of a band: (groups, rows, taps and channels, pixels)
 
 
 class Layout:
@@ -251,9 +237,8 @@ class Layout:
 
     def __init__(self, geometry: ConvGeometry, block: BlockSize, axis: int, rows: int) -> None:
         self.rows, other = rows, 1 - axis
-        *along, width = tile_size(geometry, block[1:])
-        width = -(-width // geometry.stride[2])
-        tile = [geometry.group_channels, block[0], *along, width]
+        tile = [geometry.group_channels, block[0], *tile_size(geometry, block[1:])]
+        width = tile[4]
         order = [0, 1, 2, 3, 4]
         #: Whether rows are the tile's first axis, which brings those of all samples together.
         self.rows_first = rows == block[1 + axis]

@@ -203,21 +203,14 @@ def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
     return windows.in_channels, *windows.kernel, *block
 
 
-def tile_regions(
-    windows: Windows, block: tuple[range, ...], first: int = 0, step: int = 1
-) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The size of the tile that all windows of a block lie in, padding included, and what fills it.
-
-    Along the width, where `step` says so, only every so many pixels of it from `first` on.
-    """
-    key = windows, block, first, step
+def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
+    key = windows, block
     tile = _TILE_REGIONS.get(key)
     if tile is None:
-        depth, height, width = tile_size(windows, tuple(map(len, block)))
-        size = depth, height, -(-width // step)
+        size = tile_size(windows, tuple(map(len, block)))
         starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-        starts[2] += first
-        tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
+        tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), starts)
         _TILE_REGIONS.keep(key, tile, at_most=_most_bytes(windows, len(tile[1])))
     return tile
 
@@ -232,7 +225,7 @@ class Block:
         self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...], groups: slice | None = None
     ) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
-        self._tiles: dict[tuple[int, int, int], Tile] = {}
+        self._tiles: dict[int, Tile] = {}
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
         self.groups = groups or slice(0, geometry.groups)
@@ -313,25 +306,22 @@ class Block:
         """What each tap reads; kept by `tap_regions`, not with the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
-    def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
-        """What all taps read of so many channels; with a step, of it every so many pixels along the width."""
-        key = channels, first, step
-        tile = self._tiles.get(key)
+    def tile(self, channels: int) -> Tile:
+        """What all taps read of so many channels."""
+        tile = self._tiles.get(channels)
         if tile is None:
-            tile = self._tiles[key] = Tile(self.geometry, self._itemsize, self._ranges, channels, first, step)
+            tile = self._tiles[channels] = Tile(self.geometry, self._itemsize, self._ranges, channels)
         return tile
 
 
 class Tile:
     """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
 
-    def __init__(
-        self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int, first: int, step: int
-    ) -> None:
+    def __init__(self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int) -> None:
         samples, *out_size = map(len, block)
-        size, regions = tile_regions(geometry, block[1:], first, step)
+        size, regions = tile_regions(geometry, block[1:])
         self.shape = (channels, samples, *size)
-        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows, of a tile that has every pixel.
+        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows.
         self.windows_shape = (channels, *geometry.kernel, samples, *out_size)
         c, n, *spatial = (prod(self.shape[axis + 1 :]) * itemsize for axis in range(5))
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
@@ -407,38 +397,35 @@ class Images:
                 else:
                     self._transform.write(part, read(block.samples_of(x), elements).transpose(channels_first), channels)
 
-    def tile(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
-        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w).
-
-        With a step, of it every so many pixels along the width.
-        """
-        tile = block.tile(self.channels, first, step)
-        image = self.scratch.array(f"tile {first}" if first else "tile", tile.shape)
+    def tile(self, block: Block) -> np.ndarray:
+        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
+        tile = block.tile(self.channels)
+        image = self.scratch.array("tile", tile.shape)
         if tile.starts_as_zeros:
             image.fill(0)
         self.read(tile.regions, block, image)
         return image
 
-    def read_tile(self, block: Block, target: np.ndarray, first: int = 0, step: int = 1) -> None:
+    def read_tile(self, block: Block, target: np.ndarray) -> None:
         """Read what all windows of a block lie in into (channels, samples, d, h, w), with zeros behind it."""
-        tile = block.tile(self.channels, first, step)
+        tile = block.tile(self.channels)
         if tile.starts_as_zeros or target.shape != tile.shape:
             target.fill(0)
         within: Any = (..., *map(slice, tile.shape[2:]))
         self.read(tile.regions, block, target[within])
 
-    def tile_or_view(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
+    def tile_or_view(self, block: Block) -> np.ndarray:
         """The tile; where it lies as it is in an input, that part of the input.
 
         Not at an address that is no multiple of an element: of overlapping windows there a product copies each.
         """
-        tile = block.tile(self.channels, first, step)
+        tile = block.tile(self.channels)
         is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
         if is_one and self._transform is None and (elements := tile.regions[0][1]) is not None:
             image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
             if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize and image.flags.aligned:
                 return image
-        return self.tile(block, first, step)
+        return self.tile(block)
 
     def columns(self, block: Block) -> np.ndarray:
         """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
