@@ -30,7 +30,7 @@ from cupyconv.numpy.fft import multiply
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import parts_of, tile_regions, tile_size
+from cupyconv.numpy.windows import parts_of, tap_regions, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
@@ -223,10 +223,10 @@ class ScatteredFft(ScatteredLoop):
     ) -> None:
         """The same as it is defined."""
         samples, channels = block
-        shape = (len(channels), len(samples), *run.run_size(pixels))
+        shape = (len(channels), len(samples), *map(len, pixels))
         groups, within = run.groups(channels)
         x = run.x_of(groups, samples, pixels)
-        for tap, regions in enumerate(run.regions(pixels)):
+        for tap, regions in enumerate(tap_regions(self.geometry, pixels)):
             matrix = np.ascontiguousarray(run.weight[groups, :, within, tap].swapaxes(1, 2))
             run.add(sums, regions, run.product(matrix, x, shape))
 

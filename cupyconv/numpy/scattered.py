@@ -12,12 +12,6 @@
 A block is some samples and some channels of the results, so that blocks share nothing.  Within one, run
 after run of x's pixels is multiplied, and added while its columns are in cache.
 
-Where the stride is 1 and rows are short, a tap need not add row by row.  With rows of x as long as those of the
-padded result, zeros between, all elements lie behind their pixel by as much::
-
-    x, flat         a b c 0 0 d e f 0 0 ...          a tap of offset 1 adds one run of memory,
-    result, flat    . a b c 0 0 d e f 0 ...          whatever rows are in it
-
 Blocks are disjoint and runs of a block are added in order, so threads may take blocks in any order and every
 bit stays the same.
 """
@@ -42,14 +36,12 @@ from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, i
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Region, add, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
-from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
+from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32
-#: Pixels of a row up to which adding row by row is slow, and how much longer rows may make the product instead.
-SHORT_ROW, MOST_AREA = 256, 1.25
 
 #: Sums of a block's channels in one array: (array [channels, samples, d, h, w], which of the block's channels).
 Piece = tuple[np.ndarray, slice]
@@ -71,16 +63,14 @@ class ScatteredLoop(BlockLoop):
     target: ClassVar[int] = PRODUCT_BLOCK
     #: Channels of a block below which pixels are cut.
     fewest_channels: ClassVar[int] = FEW_CHANNELS
-    #: Whether a tap can add one run of memory, whether taps come first in the weight, which is a copy then, and
-    #: whether one product is all there is to an element where there is one tap.
-    can_be_flat: ClassVar[bool] = False
+    #: Whether taps come first in the weight, which is a copy then, and whether one product is all there is to an element
+    #: where there is one tap.
     taps_first: ClassVar[bool] = False
     one_product: ClassVar[bool] = True
 
     problem: TransposedProblem
     channels: int = 1
     in_place: bool = False  # the sums are the results themselves
-    flat: bool = False  # each tap adds one run of memory, from rows of x as long as those of the padded result
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
@@ -126,7 +116,7 @@ class ScatteredLoop(BlockLoop):
     @cached_property
     def area(self) -> int:
         """Pixels of a run's products."""
-        return self.block[0] * prod(self.product_size(self.block[1:]))
+        return prod(self.block)
 
     def products_work(self, taps: float) -> float:
         """What products take, each of so many taps."""
@@ -139,14 +129,13 @@ class ScatteredLoop(BlockLoop):
         """What it takes to add an element for every tap; and to write zeros before, and copies of sums and of x."""
         geometry, problem = self.geometry, self.problem
         elements = self.blocks * self.runs * self.channels * self.area * geometry.taps
-        run = self.area if self.flat else self.block[3]
         if geometry.padding_mode == "constant":
-            work = cost.added_to_windows(elements, problem.dtype, run, geometry.stride[2] > 1)
+            work = cost.added_to_windows(elements, problem.dtype, self.block[3], geometry.stride[2] > 1)
         else:
             work = cost.added_by_index(elements, problem.dtype)
         passes = 1 + (not self.in_place) + bool(problem.activation)
         work += cost.added(passes * geometry.batch * geometry.in_channels * prod(geometry.size), problem.dtype)
-        if not x_is_factor(problem) or self.flat or self.block[0] > 1:
+        if not x_is_factor(problem) or self.block[0] > 1:
             copies = -(-geometry.group_channels // max(1, self.channels))
             work += cost.copied(
                 copies * geometry.batch * geometry.out_channels * geometry.pixels, self.block[3], problem.x_dtype
@@ -158,19 +147,11 @@ class ScatteredLoop(BlockLoop):
         each = 2 if self.geometry.padding_mode == "constant" else 20
         return self.turns * each + self.blocks * self.runs * 12
 
-    def product_size(self, run: Sequence[int]) -> Triple:
-        """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""
-        depth, height, width = run
-        if not self.flat:
-            return depth, height, width
-        _, rows, columns = self.geometry.reached
-        return depth, rows if depth > 1 else height, columns if depth * height > 1 else width
-
     def __str__(self) -> str:
         samples, *run = self.block
-        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.sums_dtype
+        sums = "the results" if self.in_place else self.sums_dtype
         return (
-            f"loop     {self.name}{flat}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
+            f"loop     {self.name}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
             f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
         )
 
@@ -178,19 +159,18 @@ class ScatteredLoop(BlockLoop):
     def workspace(self) -> int:
         """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
         problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
-        area, columns = samples * prod(self.product_size(run)), self.columns(geometry)
+        area, columns = samples * prod(run), self.columns(geometry)
         item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
         if problem.factor_alone_is_complex:
             nbytes += nbytes // 2  # products with the parts of the weight
-        if columns and not (x_is_factor(problem) and samples == 1 and not self.flat):
+        if columns and not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
             nbytes += channels * samples * max(prod(run), geometry.taps) * item
-        image = channels * samples * item
-        nbytes += image * prod(geometry.reached) if self.flat else image * prod(geometry.size) * (not self.in_place)
-        return nbytes + image * prod(geometry.size) * bool(problem.activation)
+        image = channels * samples * prod(geometry.size) * item
+        return nbytes + image * ((not self.in_place) + bool(problem.activation))
 
     @classmethod
     def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
@@ -221,8 +201,6 @@ class ScatteredLoop(BlockLoop):
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
         per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
         ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
-        if cls.can_be_flat and problem.weight_is_finite and _gains_by_flat(replace(one, flat=True)):
-            ways.insert(0, replace(one, flat=True))
         for way in ways:
             target = cls.target
             while target:
@@ -247,13 +225,8 @@ class ScatteredLoop(BlockLoop):
         is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
         return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
 
-    #: Whether x is multiplied by zeros too.
-    has_zero_taps = False
-
-    @property
-    def adds_zeros(self) -> bool:
-        """Whether products with zeros are added, to elements that they are no part of."""
-        return self.flat
+    #: Nothing is multiplied by zeros.
+    adds_zeros = has_zero_taps = False
 
     @cached_property
     def written_once(self) -> bool:
@@ -267,19 +240,6 @@ class ScatteredLoop(BlockLoop):
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block, self.holds_blas)
-
-
-def _gains_by_flat(flat: ScatteredLoop) -> bool:
-    """Whether a tap should add one run of memory: rows are short, and few zeros have to be multiplied for it."""
-    geometry = flat.geometry
-    return (
-        geometry.taps > 1
-        and geometry.stride == (1, 1, 1)
-        and geometry.padding_mode == "constant"
-        and min(geometry.after) >= 0  # else the result has elements that no window reads
-        and geometry.out_size[2] <= SHORT_ROW
-        and prod(flat.product_size(geometry.out_size)) <= MOST_AREA * geometry.pixels
-    )
 
 
 def x_is_factor(problem: TransposedProblem) -> bool:
@@ -319,21 +279,14 @@ class ScatteredRun:
         """Compute some channels of some samples."""
         geometry, (samples, channels) = self.geometry, block
         results = self._pieces(samples, channels)
-        axes = (len(channels), len(samples))
-        if self.loop.in_place:
-            reached = sums = results
-        elif self.loop.flat:
-            flat = self.sums.array("sums", (*axes, 1, 1, prod(geometry.reached)))
-            inside: Any = (..., *(slice(before, before + n) for before, n in zip(geometry.before, geometry.size)))
-            image = flat.reshape(*axes, *geometry.reached)[inside]
-            reached, sums = [(flat, slice(None))], [(image[part], part) for _, part in results]
-        else:
-            image = self.sums.array("sums", (*axes, *geometry.size))
-            reached = sums = [(image[part], part) for _, part in results]
+        sums = results
+        if not self.loop.in_place:
+            image = self.sums.array("sums", (len(channels), len(samples), *geometry.size))
+            sums = [(image[part], part) for _, part in results]
         if not self.loop.written_once:
-            for piece, _ in reached:
+            for piece, _ in sums:
                 piece[...] = 0
-        self.add_runs(reached, block)
+        self.add_runs(sums, block)
         for (piece, part), (result, _) in zip(sums, results):
             if self.bias is not None:
                 piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
@@ -358,33 +311,13 @@ class ScatteredRun:
                 pieces.append((part, slice(begin - channels.start, end - channels.start)))
         return pieces
 
-    def run_size(self, pixels: tuple[range, ...]) -> Triple:
-        """The axes of a run's products: those of its pixels, or one."""
-        size = self.loop.product_size([len(axis) for axis in pixels])
-        return (1, 1, prod(size)) if self.loop.flat else size
-
-    def regions(self, pixels: tuple[range, ...]) -> Sequence[tuple[Region, ...]]:
-        """For every tap, what of a run's products it adds to which sums."""
-        if not self.loop.flat:
-            return tap_regions(self.geometry, pixels)
-        _, rows, columns = self.geometry.reached
-
-        def place(depth: int, height: int, width: int) -> int:
-            return (depth * rows + height) * columns + width
-
-        length = place(*(len(axis) - 1 for axis in pixels)) + 1
-        first, one = place(*(axis.start for axis in pixels)), slice(0, 1)
-        taps = product(*([t * d for t in range(k)] for k, d in zip(self.geometry.kernel, self.geometry.dilation)))
-        offsets = [first + place(*tap) for tap in taps]
-        return [(((one, one, slice(0, length)), (one, one, slice(at, at + length))),) for at in offsets]
-
     def add_each(
         self, sums: list[Piece], pixels: tuple[range, ...], values: np.ndarray, taps: Sequence[range] | None = None
     ) -> None:
         """Add values [channels, taps, samples, pixels of the run]: tap by tap, or where these are fewer pixel by pixel."""
         windows = self.geometry if taps is None else self.geometry.with_taps(taps)
-        if self.loop.flat or windows.taps <= prod(map(len, pixels)):
-            for t, regions in enumerate(self.regions(pixels) if taps is None else tap_regions(windows, pixels)):
+        if windows.taps <= prod(map(len, pixels)):
+            for t, regions in enumerate(tap_regions(windows, pixels)):
                 self.add(sums, regions, values[:, t])
             return
         by_pixel = values.reshape(len(values), *windows.kernel, values.shape[2], prod(values.shape[3:]))
@@ -428,21 +361,18 @@ class ScatteredRun:
         first, last = groups.start * rows, groups.stop * rows
         at = tuple(slice(axis.start, axis.stop) for axis in pixels)
         xs = [read(x[samples.start : samples.stop], at) for x in self.xs]
-        size = self.loop.product_size([len(axis) for axis in pixels])
+        size = tuple(map(len, pixels))
         as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.loop.x_dtype
         if as_it_lies and not self.problem.x_alone_is_complex and xs[0].shape[2:] == size:
             return xs[0][0, first:last].reshape(count, rows, prod(size))
-        whole = self._x.array("x", (count * rows, len(samples), *size))
-        if self.loop.flat:
-            whole[...] = 0
-        gathered = read(whole, tuple(slice(0, len(axis)) for axis in pixels))
+        gathered = self._x.array("x", (count * rows, len(samples), *size))
         offset = 0
         for x in xs:
             begin, end = max(first, offset), min(last, offset + x.shape[1])
             if begin < end:
                 gathered[begin - first : end - first] = x[:, begin - offset : end - offset].swapaxes(0, 1)
             offset += x.shape[1]
-        return whole.reshape(count, rows, len(samples) * prod(size))
+        return gathered.reshape(count, rows, len(samples) * prod(size))
 
     def product(self, matrix: np.ndarray, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Rows of the weight times x, in scratch memory of this shape."""

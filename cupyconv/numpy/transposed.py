@@ -16,7 +16,7 @@ from cupyconv.numpy.choice import FFT, Method, choose
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, Zeros, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.numpy.windows import KEPT_REGIONS
+from cupyconv.numpy.windows import KEPT_REGIONS, tap_regions
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry, tap_boxes
 from cupyconv.problem.plan import Plan
@@ -163,7 +163,6 @@ class ScatteredColumns(ScatteredLoop):
 
     name = "columns"
     words = "products and columns"
-    can_be_flat = True
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -180,9 +179,7 @@ class ScatteredColumns(ScatteredLoop):
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         matrix, x = run.factors(block, pixels)
         samples, channels = map(len, block)
-        run.add_each(
-            sums, pixels, run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
-        )
+        run.add_each(sums, pixels, run.product(matrix, x, (channels, self.geometry.taps, samples, *map(len, pixels))))
 
 
 class ScatteredTaps(ScatteredLoop):
@@ -195,8 +192,6 @@ class ScatteredTaps(ScatteredLoop):
     @cached_property
     def taps(self) -> int:
         """Taps of a product, at the most."""
-        if self.flat:
-            return 1
         products, limit = self._tap_bytes or 1, self.problem.limit // 8
         return max(1, min(SHORT_CALL // products, limit // (products + self._weight_bytes)))
 
@@ -238,7 +233,7 @@ class ScatteredTaps(ScatteredLoop):
             # (groups, channels of each, taps, outputs)
             weight = run.weight[some, groups, :, within].transpose(1, 3, 0, 2)
             matrix = weight.reshape(len(weight), prod(weight.shape[1:-1]), weight.shape[-1])
-            shape = (len(channels), matrix.shape[1] * len(matrix) // len(channels), len(samples), *run.run_size(pixels))
+            shape = (len(channels), matrix.shape[1] * len(matrix) // len(channels), len(samples), *map(len, pixels))
             run.add_each(sums, pixels, run.product(matrix, x, shape), box)
 
 
@@ -251,7 +246,6 @@ class ScatteredScaledTaps(ScatteredLoop):
     fewest_channels = 1
     kept = 2
     one_product = False  # but one for every output of a group
-    can_be_flat = True
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -266,11 +260,11 @@ class ScatteredScaledTaps(ScatteredLoop):
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
         outputs, own = self.geometry.group_outputs, slice(channels.start, channels.stop)
-        size = (len(samples), *run.run_size(pixels))
+        size = (len(samples), *map(len, pixels))
         x = run.x_of(own, samples, pixels).reshape(len(channels), outputs, *size)
         factors = run.weight[own, :, 0, :, None, None, None, None]  # [c, o, t]
         values = run.sums.array("values", (len(channels), *size))
-        for t, regions in enumerate(run.regions(pixels)):
+        for t, regions in enumerate(tap_regions(self.geometry, pixels)):
             for o in range(outputs):
                 np.multiply(x[:, o], factors[:, o, t], out=values)
                 run.add(sums, regions, values)
