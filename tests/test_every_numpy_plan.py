@@ -31,7 +31,6 @@ from cupyconv.numpy.backend import NumpyBackend, kept_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
 from cupyconv.numpy.gemm import View
-from cupyconv.numpy.mec import MecRows
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -470,30 +469,6 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
             assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
             if not issubclass(way, IN_PLACE):
                 assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, way, plan)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_small_image_is_read_once_for_all_blocks(threads, small_buffers):
-    """And counted once, whatever the threads; not one that would be much of the limit, and not by index arrays."""
-
-    def loop_of(
-        size: int, limit: int | None = None, machine: int = threads, **settings: Any
-    ) -> tuple[Plan, MecRows, Any]:
-        call = checked_call(cupyconv.conv, ones(2, 32, size, size), ones(16, 32, 3, 3), padding=1, **settings)
-        problem: Any = replace(call.problem, machine=HostModel(machine), workspace_limit=limit)
-        plan = by_way(problem, MecRows)
-        assert plan
-        (loop,) = loops_of(plan)
-        assert isinstance(loop, MecRows)
-        return plan, loop, {**call.arrays, "out": np.empty((2, 16, size, size), np.float32)}
-
-    plan, loop, arrays = loop_of(56)
-    assert prod(loop.whole_tile) >= 2 * 32 * 58 * 58 and loop.first_work < loop.work
-    peak, objects = taken(plan, arrays)
-    assert peak <= plan.workspace_bytes + objects
-    assert plan.workspace_bytes <= threads * loop_of(56, machine=1)[0].workspace_bytes
-    for other in (loop_of(200)[1], loop_of(56, 3 << 20)[1], loop_of(56, padding_mode="reflect")[1]):
-        assert other.whole_tile == () and other.first_work < loop.first_work
 
 
 @pytest.mark.parametrize("name", ANY)

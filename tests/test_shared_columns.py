@@ -10,17 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import (
-    convolution,
-    depthwise,
-    direct,
-    gemm,
-    long_rows,
-    mec,
-    weight_channels,
-    weight_gradient,
-    windows,
-)
+from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, weight_channels, weight_gradient
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -214,13 +204,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("tile", ["one for all blocks", "each block its own"])
 @pytest.mark.parametrize("turned", [False, True], ids=["weight as it lies", "turned"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 @pytest.mark.parametrize("size, kernel, outputs, settings", ROWS.values(), ids=ROWS.keys())
-def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, tile, monkeypatch):
-    if tile == "each block its own":
-        monkeypatch.setattr(convolution, "WHOLE_TILE", 0)
+def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, monkeypatch):
     monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
     monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(mec.MecRows, "turns_weight", turned)
@@ -230,20 +217,6 @@ def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, t
     (loop,) = cupyconv.explain(cupyconv.conv, [x], weight, method="gemm", **settings).steps
     axis = loop.geometry.outermost
     assert loop.name == "MEC rows" and loop.block[2 + axis] < loop.geometry.out_size[1 + axis]
-    assert bool(loop.whole_tile) == (tile == "one for all blocks" and "padding_mode" not in settings)
     for threads in (None, 2):
         with cupyconv.options(threads=threads):
             assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, dtype)
-
-
-def test_a_small_image_is_read_once_for_all_blocks(monkeypatch):
-    """By threads that would wait for each other at each call."""
-    monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
-    monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
-    (x,), weight, _, expected = layer((4,), 8, (17, 33), (3, 3), dict(groups=1, padding=1))
-    read, tiles = windows.Images.read_tile, []
-    monkeypatch.setattr(windows.Images, "read_tile", lambda *given: tiles.append(given) or read(*given))
-    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm").steps
-    with cupyconv.options(threads=2):
-        assert_exact(cupyconv.conv(x, weight, padding=1, method="gemm"), expected, "float32")
-    assert len(tiles) == 1 < loop.blocks

@@ -28,7 +28,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
-from cupyconv.numpy.windows import Block, Blocks, BlockSize, columns_shape, five_axes, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
 from cupyconv.problem.kept import forms_of
@@ -45,8 +45,6 @@ from cupyconv.problem.problems import (
 PRODUCT_BLOCK = 8 << 20
 CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
-#: Bytes of a tile that is read once, for all blocks.
-WHOLE_TILE = 1 << 20
 #: Elements from a matrix's first to its last: beyond, OpenBLAS's kernels for small products count wrong and crash.
 BLAS_REACH = 1 << 31
 #: Bytes of one tap's columns below which a product takes several taps: NumPy's calls would take longer than it.
@@ -149,33 +147,6 @@ class ConvLoop(PixelLoop):
         """Bytes of what a block's columns are copied from."""
         return 0
 
-    @property
-    def whole_tile(self) -> tuple[int, ...]:
-        """The tile that the windows of all blocks lie in, where it is read once, for all; () where each block reads its own."""
-        return ()
-
-    def tile_kept_whole(self, size: tuple[int, int, int]) -> tuple[int, ...]:
-        """That of so many pixels, if it is small: threads that read tiles at once wait for each other at each call."""
-        if self.geometry.padding_mode != "constant":  # what a border is gathered with is counted for blocks
-            return ()
-        shape = tile_shape(self.geometry, self.geometry.in_channels, (self.geometry.batch, *size))
-        return shape if prod(shape) * self.x_dtype.itemsize <= min(WHOLE_TILE, self.problem.limit // 8) else ()
-
-    @property
-    def share_of_tile(self) -> int:
-        """Bytes of the whole tile that each thread is counted for."""
-        return -(-prod(self.whole_tile) * self.x_dtype.itemsize // self.threads)
-
-    @property
-    def tile_work(self) -> float:
-        if not self.whole_tile:
-            return super().tile_work
-        return cost.copied(prod(self.whole_tile), self.whole_tile[4], self.problem.x_dtype)
-
-    @property
-    def first_work(self) -> float:
-        return self.tile_work if self.whole_tile else 0.0
-
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
@@ -185,11 +156,6 @@ class ConvLoop(PixelLoop):
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
         blocks = loop.threads * (loop.workspace + loop.index_bytes)
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
-
-    @cached_property
-    def all_as_block(self) -> Block:
-        """All samples and pixels."""
-        return next(iter(Blocks(self.geometry, (self.geometry.batch, *self.geometry.out_size), self.x_dtype.itemsize)))
 
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:
@@ -259,7 +225,6 @@ class ConvRun:
             if not bias.dtype == self.out.dtype == loop.sums_dtype:
                 bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
-        self.tile = self.images.scratch.array("tile", loop.whole_tile) if loop.whole_tile else None
         self._weight, self._is_prepared, self._lock = arrays["weight"], False, allocate_lock()
         self.weight: Any = None
         if not loop.prepares_late:
@@ -267,7 +232,7 @@ class ConvRun:
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def prepare(self) -> None:
-        """What all blocks share: the weight, and the whole tile.  One thread does it; by then another has been woken."""
+        """The weight, which all blocks share.  One thread does it; by then another has been woken."""
         with self._lock:
             if self._is_prepared:
                 return
@@ -275,8 +240,6 @@ class ConvRun:
             if self.loop.kept_bytes and (forms := forms_of(self._weight)):
                 kept = forms.keep(self.loop.form, partial(self._arranged, self._weight))
             self.weight = self._arranged(self._weight) if kept is None else kept
-            if self.tile is not None:
-                self.images.read_tile(self.loop.all_as_block, self.tile)
             self._is_prepared = True
 
     def _arranged(self, weight: np.ndarray) -> Any:

@@ -35,7 +35,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradientProblem
 
@@ -262,7 +262,7 @@ class Phase(NamedTuple):
     """Rows of columns of which neighbouring outputs share taps: of a dilated kernel every so many."""
 
     columns: np.ndarray
-    windows: tuple[tuple[int, ...], int, tuple[int, ...]]  # the same in the tile: shape, first byte and strides
+    windows: np.ndarray  # the same in the tile
     matrices: list[np.ndarray]  # of a row of the result each, as `column_parts`
     products: np.ndarray | None  # what is read of them, where they are longer than rows
     places: list[list[np.ndarray]]  # where parts of these go
@@ -389,7 +389,7 @@ class MecRows(ConvLoop):
 
     @property
     def first_work(self) -> float:
-        return self._arrangement.seconds + super().first_work
+        return self._arrangement.seconds
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -454,20 +454,8 @@ class MecRows(ConvLoop):
 
     @property
     def tile_bytes(self) -> int:
-        if self.whole_tile:
-            return self.share_of_tile
         size = self._read_size(self.block, self._row)
         return prod(tile_shape(self.geometry, self.geometry.in_channels, size)) * self.x_dtype.itemsize
-
-    @cached_property
-    def whole_tile(self) -> tuple[int, ...]:
-        extent, part = self.geometry.out_size[2], self.block[3]
-        if self.geometry.outermost < 2:
-            last = (extent - 1) % part + 1
-            beyond = [self._row.length - part - last] if last < part else []
-            rows = self._row_of((*self.block[:3], last), self.turns_weight)
-            extent += max(0, rows.length - last, *beyond)
-        return self.tile_kept_whole((*self.geometry.out_size[:2], extent))
 
     @property
     def workspace(self) -> int:
@@ -523,22 +511,16 @@ class MecRows(ConvLoop):
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
             sums = np.empty(block.sums_shape, self.sums_dtype)
-        begin = 0
-        if run.tile is None:
-            run.images.read_tile(block, image)
-        else:
-            image, begin = run.tile, block.begin_in(run.tile)
+        run.images.read_tile(block, image)
         rows, columns_at_once = row.part
         weights = row_parts(run.weight.reshape(self._weight_shape), rows)
         # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.
         target = sums.transpose(self._rows_before_outputs)
         for first, phase in enumerate(phases):
-            shape, first_byte, strides = phase.windows
-            windows = np.ndarray(shape, image.dtype, image, begin + first_byte, strides)
             place = target[(slice(None),) * (2 + axis) + (slice(first, None, period),)] if period > 1 else target
             place = place.reshape(*place.shape[: 4 + axis], row.pixels)
             places = phase.places or place_parts(place, rows, columns_at_once)
-            phase.columns[...] = windows
+            phase.columns[...] = phase.windows
             multiply_parts(weights, phase.matrices, places)
             if phase.products is not None:
                 place[...] = phase.products
@@ -562,8 +544,8 @@ class MecRows(ConvLoop):
         geometry, axis, period = self.geometry, self.geometry.outermost, self._period
         row = self._row if block == self.block else self._row_of(block, self.turns_weight)
         size, pitch = self._read_size(block, row), self._pitch(row)
-        image = scratch.array("tile", (0,) if self.whole_tile else tile_shape(geometry, geometry.in_channels, size))
-        c, n, *steps = (step * image.itemsize for step in c_strides(self.whole_tile or image.shape))
+        image = scratch.array("tile", tile_shape(geometry, geometry.in_channels, size))
+        c, n, *steps = image.strides
         taps, moves = (tuple(map(mul, steps, factors)) for factors in (geometry.dilation, geometry.stride))
         before, after, item = slice(0, axis), slice(axis + 1, 3), image.itemsize
         strides = (c * geometry.group_channels, n, *moves[before], taps[axis], c, *taps[after], *moves[after])
@@ -579,7 +561,7 @@ class MecRows(ConvLoop):
             shape[2 + axis] = (rows - 1) * step + geometry.kernel[axis]
             columns = np.ndarray((*shape, pitch), memory.dtype, memory)
             windows_shape = *shape, *size[2 + axis :]
-            windows = windows_shape, first * moves[axis], strides
+            windows = np.ndarray(windows_shape, image.dtype, image, first * moves[axis], strides)
             matrices = np.ndarray(
                 (*samples, rows, geometry.reduction, row.length),
                 columns.dtype,

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from math import prod
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -258,12 +257,6 @@ class Block:
             at.append(slice(place.start, place.stop, step))
             own.append(slice(outside, outside + len(place)))
         return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
-
-    def begin_in(self, whole: np.ndarray) -> int:
-        """Where its windows begin in the tile of all blocks, in bytes."""
-        _, n, *spatial = whole.strides
-        moves = n, *map(mul, spatial, self.geometry.stride)
-        return sum(run.start * step for run, step in zip(self._ranges, moves))
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
