@@ -407,8 +407,10 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
     assert peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
-#: Convolutions of so large arrays that objects of Python are little beside them: x, weight, and settings.
-LARGE: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+#: Shapes of x and of the weight of a convolution, and settings.
+Call = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
+#: Those of so large arrays that objects of Python are little beside them.
+LARGE: dict[str, Call] = {
     "plain": ((2, 32, 40, 40), (48, 32, 3, 3), {}),
     "float16, that ends": ((2, 32, 40, 40), (48, 32, 3, 3), {"dtype": "float16", "activation": "gelu"}),
     "that begins and ends": ((2, 32, 40, 40), (48, 32, 3, 3), {"prologue": "relu", "activation": "gelu"}),
@@ -433,9 +435,9 @@ WITHIN_LITTLE = "depthwise", "channels last", "groups", "one tap, float16", "com
 LEAST_TAKEN = 1 / 3
 
 
-def large(name: str, of: str) -> CheckedCall:
-    """The call of this operation."""
-    size, of_weight, settings = LARGE[of]
+def large(name: str, of: Call, ones: Make = ones) -> CheckedCall:
+    """The call of an operation."""
+    size, of_weight, settings = of
     settings = dict(settings)
     dtype, order = settings.pop("dtype", "float32"), settings.pop("order", "C")
     weight = ones(*of_weight, dtype=settings.pop("dtype_of_weight", dtype), order=settings.pop("of_weight", "C"))
@@ -459,7 +461,7 @@ def large(name: str, of: str) -> CheckedCall:
 @pytest.mark.parametrize("name", ANY)
 def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small_buffers):
     """Of which none is lost among objects of Python; gradients of the image too."""
-    call, limit = large(name, of), 1_000_000 if of in WITHIN_LITTLE else 8_000_000
+    call, limit = large(name, LARGE[of]), 1_000_000 if of in WITHIN_LITTLE else 8_000_000
     (result,) = call.results
     arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=limit)

@@ -1,0 +1,179 @@
+"""What prices of NumPy's loops are made of: sums of seconds, each of so much work of a kind, none of it less than nothing.
+
+The seconds themselves are measurements, which no test repeats.  But a price in which a product is divided by, or a pass is
+subtracted, is none; and of more samples, channels or outputs there is no less to do of anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import test_conv_chain as chains
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import array
+from strategies import share_of_examples
+from test_every_numpy_plan import ANY, LARGE, Call, by_way, large, loops_of, planned, problem_of, seconds, ways_for
+
+import cupyconv
+from cupyconv.call.explain import checked_call
+from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import BlockLoop
+from cupyconv.numpy.chain import LayersLoop, _unfused
+from cupyconv.numpy.chain_fused import plan_fused
+from cupyconv.problem.problems import HostModel
+
+#: Numbers of modules that are less are seconds; others are ratios and sizes.
+SECONDS = 0.01
+
+
+def scaled(value: Any, by: float) -> Any:
+    """All seconds in it times a number."""
+    if type(value) is float:
+        return value * by if 0 < value < SECONDS else value
+    if type(value) is tuple:
+        return tuple(scaled(each, by) for each in value)
+    return {key: scaled(each, by) for key, each in value.items()} if type(value) is dict else value
+
+
+#: Those that there are.
+PRICES = [
+    name
+    for name, value in vars(cost).items()
+    if name.isupper() and name[0] != "_" and type(value) in (float, tuple, dict) and scaled(value, 2.0) != value
+]
+
+
+@pytest.fixture
+def prices(monkeypatch):
+    """Sets all prices to so much of what they are, or one of `cost` alone."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("cupyconv.numpy.")]
+    known = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if (name in PRICES or module is not cost) and name.isupper()
+        if name[0] != "_" and type(value) in (float, tuple, dict) and scaled(value, 2.0) != value
+    ]
+    kept = {each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")}
+
+    def put(by: float, alone: str = "") -> None:
+        for module, name, value in known:
+            if not alone or (module, name) == (cost, alone):
+                monkeypatch.setattr(module, name, scaled(value, by))
+        for each in kept:
+            each.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    put(1.0)
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(1)
+@given(seed=st.integers(0, 10**9))
+def test_where_everything_takes_twice_as_long_a_plan_does_and_is_the_same(name, prices, seed):
+    """Also one of several loops, and on threads: seconds are added to seconds alone."""
+    problem, _ = problem_of(name, Random(seed))
+    plan = planned(problem)
+    alone = plan and seconds(plan)
+    prices(2.0)
+    twice = planned(problem)
+    together = twice and seconds(twice)
+    prices(1.0)
+    assert (plan and plan.steps) == (twice and twice.steps)
+    assert plan is None or together == 2 * alone
+
+
+def both_ways(of: str, threads: int) -> tuple[list[Any], list[float]]:
+    """What runs a chain by tiles, and layer by layer, and the seconds of each."""
+    x, layers = chains.LARGE[of]
+    problem: Any = checked_call(cupyconv.conv_chain, x, layers, fuse=True).problem
+    machine = HostModel(threads, most=threads)
+    problem = replace(problem, machine=machine, layers=tuple(replace(each, machine=machine) for each in problem.layers))
+    fused, (plan, seconds, _) = plan_fused(problem), _unfused(problem)
+    (step,) = plan.steps
+    assert isinstance(step, LayersLoop)
+    return [fused.loop, *(each.steps for plans in step.plans for each in plans)], [fused.seconds, seconds]
+
+
+@pytest.mark.parametrize("of", chains.LARGE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chain_is_cut_alike_and_takes_twice_as_long(of, threads, prices):
+    loops, alone = both_ways(of, threads)
+    prices(2.0)
+    assert both_ways(of, threads) == (loops, [2 * each for each in alone])
+
+
+@pytest.mark.parametrize("of", ["wide between", "strides"])
+def test_no_price_makes_a_chain_take_less(of, prices):
+    _, (tiles, apart) = both_ways(of, 2)
+    for price in PRICES:
+        prices(1.01, price)
+        _, dearer = both_ways(of, 2)
+        prices(1.0, price)
+        assert dearer[0] >= tiles and dearer[1] >= apart
+
+
+#: Calls of `LARGE` whose work grows along each axis; how many times, and how much less and more there may be of anything then:
+#: blocks are cut otherwise, and products of a tap more or fewer.
+GROWING = "plain", "strides", "a border", "groups", "depthwise", "many samples", "one tap", "complex"
+TIMES, LEAST, MOST = 4, 0.1, 16.0
+#: What may not be needed at all where there is more work: copies of what is a factor as it lies then, or a vector's product.
+#: How many products begin depends on how they are cut alone.
+SPARED = "COPY", "RUN", "ADD", "PACK", "BY_VECTOR"
+
+
+def larger(of: str, axis: str) -> Call:
+    """The call with more samples, channels, outputs or rows; a depthwise one with more groups."""
+    (samples, channels, *size), (outputs, own, *kernel), settings = LARGE[of]
+    groups, more = settings.get("groups", 1), dict(settings)
+    if axis == "rows":
+        size[0] *= TIMES
+    elif axis == "samples":
+        samples *= TIMES
+    elif axis == "outputs":
+        outputs *= TIMES
+    elif own == 1:
+        channels, outputs, more["groups"] = TIMES * channels, TIMES * outputs, TIMES * groups
+    elif axis == "channels":
+        channels, own = TIMES * channels, TIMES * own
+    return (samples, channels, *size), (outputs, own, *kernel), more
+
+
+def loops_by_way(name: str, call: Call) -> dict[str, list[BlockLoop]]:
+    """Those of each way on one thread, of arrays that are never read."""
+    problem: Any = large(name, call, array).problem
+    problem = replace(problem, machine=HostModel(1), workspace_limit=64 << 20)
+    plans = {way.__name__: by_way(problem, way) for way in ways_for(name, problem)}
+    return {way: [*loops_of(plan)] for way, plan in plans.items() if plan}
+
+
+def work(loops: Iterable[BlockLoop]) -> float:
+    return sum(loop.work for loop in loops)
+
+
+@pytest.mark.parametrize("of", GROWING)
+@pytest.mark.parametrize("name", ANY)
+def test_of_more_work_there_is_more_of_everything(name, of, prices):
+    """Of each kind of work that a way has: what makes it dearer shows how much of it there is, and it is never less than none."""
+    calls = {axis: larger(of, axis) for axis in ("nothing", "samples", "channels", "outputs", "rows")}
+    by_way = {axis: loops_by_way(name, call) for axis, call in calls.items()}
+    amounts: dict[tuple[str, str], dict[str, float]] = {}
+    before = {(axis, way): work(loops) for axis, ways in by_way.items() for way, loops in ways.items()}
+    for price in PRICES:
+        prices(2.0, price)
+        for (axis, way), alone in before.items():
+            amount = work(by_way[axis][way]) - alone
+            assert amount > -1e-9 * alone, (way, axis, price)
+            amounts.setdefault((way, price), {})[axis] = max(0.0, amount)
+        prices(1.0, price)
+    for (way, price), amount in amounts.items():
+        if (one := amount["nothing"]) and price != "PRODUCT":
+            for axis, several in amount.items():
+                assert LEAST * one <= several <= MOST * one or (price in SPARED and not several), (way, price, axis)
