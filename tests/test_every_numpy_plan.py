@@ -30,6 +30,7 @@ from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_grad
 from cupyconv.numpy.backend import NumpyBackend, kept_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
+from cupyconv.numpy.gathered import GatheringStep
 from cupyconv.numpy.gemm import View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
@@ -149,6 +150,7 @@ def loops_of(plan: Plan) -> Iterator[BlockLoop]:
     waiting: list[Any] = list(plan.steps)
     for step in waiting:
         waiting += getattr(step, "loops", None) if isinstance(getattr(step, "loops", None), tuple) else ()
+        waiting += [step.convolution] if isinstance(step, GatheringStep) else []
         if isinstance(step, BlockLoop):
             yield step
 
@@ -320,11 +322,12 @@ def test_every_way_computes_the_same(name, seed):
         np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
 
 
-#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each turn, and of each
-#: tap where it reads a border.
-OBJECTS, OF_A_TURN, OF_A_BORDER = 25_000, 250, 10_000
+#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each loop after
+#: the first, of each turn, and of each tap where it reads a border.
+OBJECTS, OF_A_LOOP, OF_A_TURN, OF_A_BORDER = 25_000, 10_000, 250, 10_000
 #: Ways with so many of these objects that nothing can be said of so small arrays, or with loops of NumPy's that have buffers.
-NOT_MEASURED = (ScatteredLoop, depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps)
+NOT_OF_ANY_SIZE = (depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps)
+NOT_MEASURED = (ScatteredLoop, *NOT_OF_ANY_SIZE)
 #: Ways that take no memory but for a few epilogues and shapes, and count it where these may be.
 IN_PLACE = (View, weight_gradient.GradientView)
 #: How much more a plan may count than is taken: for a product of more taps, or of a larger block, than there are.
@@ -339,8 +342,9 @@ def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
         for dtype in ("float32", "float64", "complex64", "complex128"):
             kept_scratch(np.dtype(dtype))._give_back()
         peak = peak_bytes(run)
-    objects = OBJECTS
-    for loop in loops_of(plan):
+    loops = [*loops_of(plan)]
+    objects = OBJECTS + OF_A_LOOP * max(0, len(loops) - 1)
+    for loop in loops:
         border = OF_A_BORDER * loop.geometry.taps * (loop.geometry.padding_mode != "constant")
         objects += OF_A_TURN * loop.turns + border
     return peak, objects
@@ -465,12 +469,17 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
     (result,) = call.results
     arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=limit)
-    for way in ways_for(name, problem):
-        if plan := by_way(problem, way):
-            peak, objects = taken(plan, arrays)
-            assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
-            if not issubclass(way, IN_PLACE):
-                assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, way, plan)
+    plans = [by_way(problem, way) for way in ways_for(name, problem)]
+    if name == "conv_grad_input":  # gathered, by a convolution's ways
+        plans += [planned(problem, method) for method in METHODS]
+    for plan in filter(None, plans):
+        loops = [*loops_of(plan)]
+        if any(isinstance(loop, NOT_OF_ANY_SIZE) for loop in loops):
+            continue
+        peak, objects = taken(plan, arrays)
+        assert peak <= plan.workspace_bytes + objects, (peak, plan)
+        if not any(isinstance(loop, IN_PLACE) for loop in loops):
+            assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, plan)
 
 
 @pytest.mark.parametrize("name", ANY)
