@@ -44,9 +44,10 @@ from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.numpy import chain as chain_numpy
 from cupyconv.numpy import chain_fused
-from cupyconv.numpy.backend import kept_scratch
+from cupyconv.numpy.backend import kept_scratch, seconds_of
+from cupyconv.numpy.chain import LayersLoop
 from cupyconv.numpy.chain_fused import ChainLoop
-from cupyconv.problem.plan import Address, Kernel, KernelLaunch
+from cupyconv.problem.plan import Address, Kernel, KernelLaunch, Plan
 from cupyconv.problem.problems import NotApplicable
 
 #: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
@@ -396,6 +397,29 @@ def test_numpy_takes_what_explain_says(of, fuse, threads, limit, small_buffers):
     assert threads > 1 or peak + python_objects >= plan.workspace_bytes / 2
     assert limit or plan.workspace_bytes <= 16 << 20
     assert plan.method == ("fused" if fuse else "unfused")
+
+
+@pytest.mark.parametrize("limit, at_a_time", [(None, [7]), (40_000, [3, 3, 1])])
+def test_samples_that_are_left_over_are_counted_and_computed(limit, at_a_time):
+    """Layer by layer, of images that grow, two of which are in memory at a time."""
+    sizes, rng = (3, 4, 6, 8, 12), np.random.default_rng(0)
+    weights = [rng.integers(-1, 2, (after, before, 3, 3)).astype(np.float32) for before, after in pairwise(sizes)]
+    x = rng.integers(-2, 3, (7, 3, 12, 20)).astype(np.float32)
+    expected, layers = x, [ConvLayer(weight) for weight in weights]
+    with cupyconv.options(threads=1, workspace_limit=limit, allow_winograd=False):
+        for weight in weights:
+            expected = cupyconv.conv(expected, weight)
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False)
+        np.testing.assert_array_equal(cupyconv.conv_chain(x, layers, fuse=False), expected)
+    (loop,) = plan.steps
+    assert isinstance(loop, LayersLoop) and f"{at_a_time[0]} sample(s) at a time, {len(at_a_time)} times" in str(loop)
+    assert str(loop).count("  layer ") == 4
+    runs = [step for count in at_a_time for each in loop.plans[count != at_a_time[0]] for step in each.steps]
+    assert loop.turns == sum(step.turns for step in runs) and loop.calls == sum(step.calls for step in runs)
+    assert loop.seconds == pytest.approx(seconds_of(runs))  # the images stay in cache
+    largest = sorted(each * pixels for each, pixels in zip(sizes[1:4], (10 * 18, 8 * 16, 6 * 14)))[-2:]
+    between = sum(buffer.nbytes for buffer in plan.workspace if buffer.name.startswith("layer"))
+    assert between <= 4 * at_a_time[0] * sum(largest) + 2 * Plan.ALIGNMENT
 
 
 def test_fewer_samples_where_the_loops_need_more_than_half():
