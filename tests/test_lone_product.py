@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
+import reference_gradients
 from runs_seen import runs_seen
 
 import cupyconv
+from cupyconv.numpy import cost, gathered, interleaved
 from cupyconv.numpy.lone_product import LoneProduct
 from cupyconv.problem.kept import BUDGET, spent
 
@@ -127,6 +130,24 @@ def test_layers_of_a_chain(runs):
         y = cupyconv.conv_chain(x, layers, fuse=False)
     np.testing.assert_array_equal(y, reference.conv(reference.conv(x, first, padding=1), second))
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize(("stride", "parts"), [(1, 1), ((1, 3), 3)])
+def test_parts_that_an_input_gradient_is_gathered_from(stride, parts, runs, monkeypatch):
+    """Each is a convolution of a part of the gradient, and written to every so many elements."""
+    monkeypatch.setattr(interleaved, "plan_interleaved", gathered.plan_gathered)
+    monkeypatch.setattr(cost, "least_scattered", lambda problem: inf)
+    rng = np.random.default_rng(4)
+    settings = dict(stride=stride, padding=(1, 0))
+    x, weight = np.zeros((1, 3, 9, 24), np.float32), integers(rng, 4, 3, 3, 6)
+    grad = integers(rng, *reference.conv(x, weight, **settings).shape)
+    expected = reference_gradients.conv_grad_input(grad, weight, x.shape, **settings)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, x.shape, **settings)
+        for _ in range(3):
+            actual = cupyconv.conv_grad_input(grad, weight, x.shape, **settings)
+            np.testing.assert_array_equal(actual, expected)
+    assert "gathered" in plan.reason and len(runs) == 3 * parts
 
 
 @pytest.mark.parametrize("taps", [1, 3])

@@ -10,7 +10,7 @@ What no tap reaches, of a stride larger than the kernel, is zeros: they are writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -122,7 +122,12 @@ class GatheredLoop(GatheringStep):
                 parts[target] = five_axes(arrays[name])[(..., *self._written)]
         if "bias" in arrays:
             parts["bias"] = arrays["bias"]
-        self.convolution.run(parts)
+        self._convolve(parts)
+
+    @cached_property
+    def _convolve(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the convolution, as a call of it alone would: a small one keeps what it sets up."""
+        return self.convolution.executable()
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
         """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
