@@ -69,7 +69,8 @@ __device__ __forceinline__ Y finish(
 
 // ---- a tile of sums that a block of threads finishes ----------------------------------------------------------------
 
-constexpr long long NOWHERE = -0x7fffffffffffffffLL - 1;  // where a pixel lies that does not exist
+// Where a pixel lies that does not exist: so far out that what is counted from it is a number still.
+constexpr long long NOWHERE = -(1LL << 62);
 
 // Sums in shared memory, on their way to the result.  Rows are outputs, from o_first on; columns are pixels, which may
 // lie anywhere: two tables say where, in the result and in the residual, at output 0.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from test_any_call_on_cuda import all_arrays
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv.call.operation import _OPERATIONS
+from cupyconv.call.explain import checked_call
+from cupyconv.call.operation import _OPERATIONS, _enough_workspace
 from cupyconv.problem import kept
 
 SHAPES = {
@@ -236,6 +239,45 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
         peak = peak_bytes(lambda: function(**case))
     assert peak <= new + plan.workspace_bytes + PYTHON_OBJECTS, (peak - new, str(plan))
     assert first <= new + plan.workspace_bytes + stays + PLANNING, (first - new, stays, str(plan))
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+@pytest.mark.parametrize("name", sorted(function.__name__ for function in _OPERATIONS))
+@share_of_examples(0.3)
+@given(st.randoms(use_true_random=False), st.sampled_from((0, 300, 3000)))
+def test_the_limit_that_a_refusal_names_is_enough(name, on, random, limit):
+    """For the whole call: methods know what they lack themselves."""
+    function, case = getattr(cupyconv, name), FITTING[name](random)
+
+    def refusal_under(limit):
+        with cupyconv.options(workspace_limit=limit):
+            try:
+                cupyconv.explain(function, **case, on=on)
+            except ValueError as refusal:
+                return str(refusal)
+        return ""
+
+    refusal = refusal_under(limit)
+    if "a workspace_limit of" in refusal:
+        enough = int(re.findall(r"a workspace_limit of ([\d,]+) bytes is enough", refusal)[0].replace(",", ""))
+        assert limit < enough and not refusal_under(enough)
+    else:
+        assert not refusal or refusal_under(1 << 62)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 63, 64, 5000])
+def test_the_limit_that_a_refusal_names_is_little_more_than_the_least(limit):
+    problem = checked_call(cupyconv.conv, np.ones((1, 1, 4)), np.ones((1, 1, 3))).problem
+
+    def plan(problem):
+        if problem.limit < least:
+            raise ValueError
+
+    for least in (limit + 1, limit + 2, 2 * limit + 7, 1_000_003, 1 << 40):
+        enough = _enough_workspace(plan, replace(problem, workspace_limit=limit))
+        assert least <= enough <= least + max(1, least // 31)
+    least = 1 << 63
+    assert _enough_workspace(plan, replace(problem, workspace_limit=limit)) is None
 
 
 def test_a_lone_product_has_room_for_what_its_border_is_gathered_with():

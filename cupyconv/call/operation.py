@@ -34,6 +34,8 @@ from cupyconv.problem.problems import Problem, UnlikeItsModel
 
 #: Executables kept: of more, the one that was used least recently is let go.
 KEPT = 1024
+#: A limit that no call meets, and the smallest one that an error names.
+UNLIMITED, LEAST_WORKSPACE = 1 << 62, 64
 
 #: By key.  Two threads that store one key store executables that do the same.
 _executables: Cache[Executable] = Cache(KEPT)
@@ -291,11 +293,43 @@ class CheckedCall:
         return self.arguments.arrays
 
     def plan(self) -> Plan:
-        return planner(self.arguments.backend, self.problem.machine)(self.problem)
+        plan = planner(self.arguments.backend, self.problem.machine)
+        try:
+            return plan(self.problem)
+        except ValueError as refusal:
+            enough = _enough_workspace(plan, self.problem)
+            if enough is None:
+                raise
+            words = f"{refusal}; for the whole call a workspace_limit of {enough:,} bytes is enough"
+        raise ValueError(words)
 
     def run(self) -> Any:
         """Allocate, execute and return the result; nothing is remembered."""
         return Executable(self).run(tuple(self.arrays.values()))
+
+
+def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int | None:
+    """A limit under which a refused problem has a plan, little more than the least; None where no limit is the reason.
+
+    A method knows what it lacks itself, not what the rest of the call has of the limit: so planning is asked.
+    """
+
+    def is_enough(limit: int) -> bool:
+        try:
+            plan(replace(problem, workspace_limit=limit))
+        except ValueError:
+            return False
+        return True
+
+    if not is_enough(UNLIMITED):
+        return None
+    refused, enough = problem.limit, max(LEAST_WORKSPACE, 2 * problem.limit)
+    while not is_enough(enough):
+        refused, enough = enough, 2 * enough
+    while enough - refused > max(1, enough // 32):
+        middle = (refused + enough) // 2
+        refused, enough = (refused, middle) if is_enough(middle) else (middle, enough)
+    return enough
 
 
 class Executable:
