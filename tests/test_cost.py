@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import share_of_examples
 
 import cupyconv
 from cupyconv import conv, conv_grad_input, conv_grad_weight
 from cupyconv.call.explain import checked_call
 from cupyconv.numpy import cost
+from cupyconv.problem.problems import HostModel
 
 
 def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
@@ -277,3 +281,78 @@ print([name for name in sys.modules if name in ("scipy", "cupyconv.numpy.fft", "
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@share_of_examples(2)
+@given(st.integers(2, 400), st.integers(1, 3000), st.integers(1, 20_000), st.booleans(), st.booleans(), st.booleans())
+def test_parts_of_a_product_are_small_and_all_of_it(rows, reduction, columns, is_double, may_be_longer, turned):
+    """So small that BLAS packs no operand; and columns that nobody reads are there only where that takes less."""
+    dtype, vector = ("float64", 8) if is_double else ("float32", 16)
+    parts = cost.parts_of_product(rows, reduction, columns, dtype, may_be_longer, turned)
+    if parts is None:
+        assert not 0 < reduction * 2 * vector * cost.LEAST_ROWS <= cost.SMALL_PRODUCT / (2 if is_double else 1)
+        return
+    assert 1 <= parts.rows <= rows and 1 <= parts.columns <= parts.length
+    assert columns <= parts.length < columns + 4 * vector * may_be_longer + (not may_be_longer)
+    assert parts.columns == parts.length or parts.columns % vector == 0
+    assert parts.rows * reduction * parts.columns <= cost.SMALL_PRODUCT
+    assert reduction * parts.columns <= max(cost.READ_AGAIN / cost.width(dtype), 2 * vector * reduction)
+    least = rows * reduction * columns * cost.width(dtype) / cost.VECTOR_ELEMENTS * 1e-10
+    assert least < parts.seconds < 1000 * least + 1e-6 * rows + 1e-6 * columns
+    as_it_is = cost.parts_of_product(rows, reduction, columns, dtype, False, turned)
+    assert as_it_is is None or parts.seconds <= as_it_is.seconds
+    more = cost.parts_of_product(2 * rows, reduction, columns, dtype, may_be_longer, turned)
+    assert more is None or 0.9 * parts.seconds < more.seconds < 3 * parts.seconds
+    assert turned or as_it_is is None or cost.product_of_few(rows, reduction, columns, dtype) <= as_it_is.seconds
+    assert cost.product_of_few(cost.LEAST_ROWS, reduction, columns, dtype) == 0
+
+
+@pytest.mark.parametrize(
+    "refused", [(1, 5, 5, "float32"), (4, 0, 5, "float32"), (4, 5, 0, "float32"), (4, 5, 5, "complex64")]
+)
+def test_products_that_have_no_such_parts(refused):
+    assert cost.parts_of_product(*refused) is None and cost.parts_of_product(2, 5, 5, "float64")
+
+
+@share_of_examples(2)
+@given(st.integers(1, 80), st.integers(1, 4000), st.integers(1, 20_000))
+def test_runs_of_a_product_are_what_blas_packs_nothing_for(rows, reduction, columns):
+    run = cost.run_of(rows, reduction, columns, True)
+    assert cost.run_of(rows, reduction, columns, False) == 0
+    if run:
+        assert rows <= cost.FEW_ROWS and rows * reduction <= cost.SMALL_WEIGHT
+        assert run < columns and run % cost.RUN_STEP == 0 and rows * reduction * run <= cost.SMALL_PRODUCT
+    elif (
+        rows <= cost.FEW_ROWS and rows * reduction <= cost.SMALL_WEIGHT
+    ):  # it packs nothing, or one more run would be a short one
+        assert columns <= max(2 * cost.RUN_OF_COLUMNS, cost.SMALL_PRODUCT // (rows * reduction))
+
+
+def test_who_holds_the_threads_of_blas():
+    """A loop of one thread, where nobody asked for that, of products that BLAS would divide; complex ones when they are smaller."""
+    alone, asked, many = HostModel(1, most=1), HostModel(1), HostModel(4, most=4)
+    large = cost.SMALL_PRODUCT + 1
+    assert cost.holds_blas(1, alone, large) and cost.holds_blas(1, many, large)
+    for refused in ((1, alone, large - 1), (1, asked, large), (2, many, large), (1, alone, large, large)):
+        assert not cost.holds_blas(*refused)
+    is_complex = replace(
+        PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64")
+    )
+    assert cost.divided_from(PROBLEM) == cost.SMALL_PRODUCT == 10 * cost.divided_from(is_complex)
+
+
+def test_rows_of_images_that_are_turned_are_of_those_that_lie_otherwise():
+    """Channels in front of their pixels, or behind them; one channel is both."""
+    call = {last: image(last) for last in (False, True)}
+    assert cost.channels_moved(call[False]) == 0 < cost.channels_moved(call[True])
+    assert cost.channels_moved(call[True], last=True) == 0 < cost.channels_moved(call[False], last=True)
+    assert cost.channels_moved(image(True, 1)) < cost.channels_moved(call[True])
+
+
+def image(channels_last: bool, channels: int = 16) -> Any:
+    """A convolution of images, large ones, that lie so."""
+    x, weight = zeros(2, channels, 200, 200), zeros(channels, channels, 1, 1)
+    out = zeros(2, channels, 200, 200)
+    if channels_last:
+        x, out = (np.moveaxis(zeros(2, 200, 200, channels), 3, 1) for _ in range(2))
+    return checked_call(conv, x, weight, out=out).problem
