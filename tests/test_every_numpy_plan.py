@@ -246,6 +246,7 @@ def test_a_kernel_of_more_taps_than_there_are_pixels_is_added_pixel_by_pixel():
 TABLES = {
     "conv": (convolution.METHODS, convolution.MERGING, convolution.GROUPED, depthwise.DEPTHWISE),
     "conv_grad_input": (transposed.METHODS,),
+    "conv_transpose": (transposed.METHODS,),
     "conv_grad_weight": (weight_gradient.METHODS,),
 }
 #: Which inputs each table of a convolution is for.
@@ -452,17 +453,21 @@ def large(name: str, of: Call, ones: Make = ones) -> CheckedCall:
         if settings.pop("residual", None):
             settings["residual"] = ones(*checked_call(cupyconv.conv, x, weight, **settings).results[0].shape)
         return checked_call(cupyconv.conv, x, weight, **settings)
+    activation = {key: value for key, value in settings.items() if key == "activation"}
     settings = {key: value for key, value in settings.items() if key not in ends}
     (result,) = checked_call(cupyconv.conv, x, weight, **settings).results
     if name == "conv_grad_input":
         grad = ones(*result.shape, dtype=dtype, order=order)
         return checked_call(cupyconv.conv_grad_input, grad, weight, size, **settings)
+    if name == "conv_transpose":
+        settings = {key: value for key, value in settings.items() if key != "padding_mode"} | activation
+        return checked_call(cupyconv.conv_transpose, ones(*result.shape, dtype=dtype, order=order), weight, **settings)
     grad = ones(*result.shape, dtype=weight.dtype.name, order=order)
     return checked_call(cupyconv.conv_grad_weight, grad, x, of_weight[2:], **settings)
 
 
 @pytest.mark.parametrize("of", LARGE)
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("name", [*ANY, "conv_transpose"])
 def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small_buffers):
     """Of which none is lost among objects of Python; gradients of the image too."""
     call, limit = large(name, LARGE[of]), 1_000_000 if of in WITHIN_LITTLE else 8_000_000
