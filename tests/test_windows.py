@@ -1,0 +1,220 @@
+"""What a block of a convolution reads, held to the padded image: tiles, windows, columns, and parts of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from random import Random
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PADDING_MODES, share_of_examples
+
+from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.windows import Block, Blocks, Images, add, read, tap_regions, tile_size, whole_and_rest
+from cupyconv.problem.geometry import ConvGeometry
+
+
+@dataclass
+class Case:
+    """A convolution, its inputs as they lie and as one padded image, and its blocks."""
+
+    geometry: ConvGeometry
+    images: Images
+    x: np.ndarray
+    padded: np.ndarray
+    size: tuple[int, int, int, int]
+    part: int | None
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.geometry, self.size, 4, self.part)
+
+    def ranges(self, block: Block) -> list[range]:
+        return [range(axis.start, axis.stop) for axis in (block._samples, *block._at[2:])]
+
+    def windows(self, block: Block) -> np.ndarray:
+        """All windows: (channels, kd, kh, kw, samples, d, h, w)."""
+        samples, *pixels = self.ranges(block)
+        taken, own = self.padded[samples.start : samples.stop], self.geometry
+        for axis, outputs in enumerate(pixels):
+            taps = np.arange(own.kernel[axis])[:, None] * own.dilation[axis]
+            taken = np.take(taken, taps + np.array(outputs) * own.stride[axis], 2 + 2 * axis)
+        return taken.transpose(1, 2, 4, 6, 0, 3, 5, 7)
+
+    def tile(self, block: Block) -> np.ndarray:
+        """All that these lie in."""
+        samples, *pixels = self.ranges(block)
+        size = tile_size(self.geometry, [len(each) for each in pixels])
+        begin = [each.start * stride for each, stride in zip(pixels, self.geometry.stride)]
+        at: Any = tuple(slice(first, first + count) for first, count in zip(begin, size))
+        return self.padded[(slice(samples.start, samples.stop), slice(None), *at)].swapaxes(0, 1)
+
+
+def any_case(random: Random) -> Case:
+    def three(of: Any) -> Any:
+        return tuple(of() for _ in range(3))
+
+    mode = random.choice(("constant", *PADDING_MODES))
+    kernel, stride, dilation = (three(lambda most=most: random.randint(1, most)) for most in (3, 2, 2))
+    if random.random() < 0.1:
+        kernel = (1, 9, 8)
+    size = tuple((k - 1) * d + random.randint(1, 5) for k, d in zip(kernel, dilation))
+    before, after = (tuple(random.randint(0, min(2, extent - 1)) for extent in size) for _ in range(2))
+    if random.random() < 0.3:
+        before = after = (0, 0, 0)
+    groups = random.choice((1, 1, 2, 3))
+    channels = groups * random.randint(1, 3)
+    parts = (channels,) if channels == 1 or random.random() < 0.5 else (1, channels - 1)
+    batch = random.randint(1, 4)
+    geometry = ConvGeometry(
+        batch=batch, channels=parts, size=size, kernel=kernel, stride=stride, before=before, after=after,
+        dilation=dilation, padding_mode=mode, rank=3, out_channels=2 * groups, groups=groups,
+    )  # fmt: skip
+    x = np.random.default_rng(random.getrandbits(32)).standard_normal((batch, channels, *size), np.float32)
+    padding = [(0, 0), (0, 0), *zip(before, after)]
+    inputs, first = [], 0
+    for part in parts:
+        own = x[:, first : first + part].copy()
+        if random.random() < 0.3:
+            own = np.moveaxis(np.moveaxis(own, 1, -1).copy(), -1, 1)
+        inputs.append((own, slice(first, first + part)))
+        first += part
+    images = Images(inputs, Scratch(np.dtype(np.float32), random.choice((1, 2))), None)
+    axes = (batch, *geometry.out_size)
+    block: Any = tuple(random.randint(1, extent) for extent in axes) if random.random() < 0.7 else axes
+    part = random.choice((None, 1, 2)) if groups > 1 else None
+    return Case(geometry, images, x, np.pad(x, padding, mode), block, part)  # type: ignore[call-overload]
+
+
+@share_of_examples(2)
+@given(st.integers(0, 10**9))
+def test_columns_and_tiles_are_of_the_padded_image(seed):
+    random = Random(seed)
+    case = any_case(random)
+    geometry, images = case.geometry, case.images
+    blocks = [*case.blocks]
+    for block in random.sample(blocks, min(3, len(blocks))):
+        windows, tile = case.windows(block), case.tile(block)
+        np.testing.assert_array_equal(images.columns(block), windows)
+        matrix = images.matrix(block)
+        np.testing.assert_array_equal(matrix, windows.reshape(matrix.shape))
+        assert images.matrix(block).ctypes.data % 64 == 0 or block.area * 4 > 64
+        np.testing.assert_array_equal(images.tile(block), tile)
+        np.testing.assert_array_equal(images.tile_or_view(block), tile)
+        whole = np.full([extent + random.randint(0, 2) for extent in tile.shape[2:]], np.nan, np.float32)
+        whole = np.broadcast_to(whole, (*tile.shape[:2], *whole.shape)).copy()
+        images.read_tile(block, whole)
+        at: Any = (..., *map(slice, tile.shape[2:]))
+        np.testing.assert_array_equal(whole[at], tile)
+        assert np.count_nonzero(whole) == np.count_nonzero(tile)
+        step = random.randint(1, 3)
+        first = random.randrange(min(step, tile.shape[4]))
+        some = images.tile(block, first, step)
+        np.testing.assert_array_equal(some[..., : len(range(first, tile.shape[4], step))], tile[..., first::step])
+        most = random.randint(1, geometry.taps)
+        flat = windows.reshape(len(windows), geometry.taps, -1)
+        taken = np.concatenate(
+            [columns.reshape(len(flat), -1, block.area).copy() for _, columns in images.some_taps(block, most)], 1
+        )
+        np.testing.assert_array_equal(taken, flat)
+        begin, end = sorted(random.sample(range(images.channels + 1), 2))
+        np.testing.assert_array_equal(images.some(slice(begin, end)).tile(block), tile[begin:end])
+        if len(images.inputs) == 1 and geometry.padding_mode == "constant":
+            of_image, before = block.read_in_place(images.inputs[0][0])
+            within: Any = (..., *(slice(first, first + n) for first, n in zip(before, of_image.shape[2:])))
+            np.testing.assert_array_equal(tile[within].swapaxes(0, 1), of_image)
+            assert np.count_nonzero(tile) == np.count_nonzero(of_image)
+            grouped = images.by_group(geometry.groups)
+            target = np.empty((geometry.groups, geometry.group_channels, *tile.shape[1:]), np.float32)
+            grouped.read(block.tile(images.channels).all_regions, block, target)
+            np.testing.assert_array_equal(target.reshape(tile.shape), tile)
+
+
+@share_of_examples(1)
+@given(st.integers(0, 10**9))
+def test_blocks_are_those_parts_of_the_result(seed):
+    random = Random(seed)
+    case = any_case(random)
+    geometry, blocks = case.geometry, case.blocks
+    image = np.random.default_rng(seed).random((geometry.batch, geometry.out_channels, *geometry.out_size), np.float32)
+    written, everything = np.zeros_like(image), [*blocks]
+    tile_of_all = np.empty(case.padded.swapaxes(0, 1).shape, np.float32)
+    for block in everything:
+        samples, *pixels = case.ranges(block)
+        at: Any = tuple(slice(each.start, each.stop) for each in pixels)
+        groups = block.groups
+        own = slice(groups.start * geometry.group_outputs, groups.stop * geometry.group_outputs)
+        expected = image[(slice(samples.start, samples.stop), own, *at)]
+        np.testing.assert_array_equal(block.of(image), expected)
+        np.testing.assert_array_equal(block.samples_of(image), image[samples.start : samples.stop])
+        block.of(written)[...] += expected
+        assert block.outputs == own and block.area == prod(block.size) == prod(block.sums_shape[2:])
+        assert prod(block.sums_shape) == expected.size
+        first: Any = tuple(each.start * stride for each, stride in zip((samples, *pixels), (1, *geometry.stride)))
+        there = tile_of_all[(slice(None), *(slice(n, None) for n in first))]
+        assert block.begin_in(tile_of_all) == there.ctypes.data - tile_of_all.ctypes.data
+        every, shift, of = (
+            (random.randint(1, 3) for _ in range(3)),
+            [random.randint(-4, 4) for _ in range(3)],
+            random.choice((1, 2)),
+        )
+        steps: Any = tuple(every)
+        other = np.random.default_rng(1).random((geometry.batch, geometry.out_channels // of, 9, 11, 13), np.float32)
+        if own.start % of == own.stop % of == 0:
+            part, which = block.every(steps, tuple(shift), of, other)  # type: ignore[arg-type]
+            places = [
+                [begin + step * n for n in each if 0 <= begin + step * n < extent]
+                for begin, step, each, extent in zip(shift, steps, pixels, other.shape[2:])
+            ]
+            taken = other[samples.start : samples.stop, own.start // of : own.stop // of]
+            np.testing.assert_array_equal(
+                part,
+                taken[(slice(None), slice(None), *np.ix_(*places))] if all(places) else part[:0].reshape(part.shape),
+            )
+            for begin, step, each, inside, among in zip(shift, steps, pixels, which, places):
+                assert [begin + step * n for n in each[inside]] == among
+    np.testing.assert_array_equal(written, image)
+    begin = random.randrange(len(everything))
+    count = random.randint(0, 4)
+    for one, other in zip(blocks.some(begin, count), islice(everything, begin, begin + count), strict=True):
+        assert one.size == other.size and one.outputs == other.outputs and one._at == other._at
+
+
+@given(st.integers(0, 10**9))
+def test_to_add_is_the_adjoint_of_reading(seed):
+    """Of what each tap reads, index arrays too, of which several may name one element."""
+    random = Random(seed)
+    case = any_case(random)
+    geometry, rng = case.geometry, np.random.default_rng(seed)
+    x = rng.integers(-3, 4, (2, *geometry.size)).astype(np.float32)
+    for regions in tap_regions(geometry, tuple(map(range, geometry.out_size))):
+        for at, elements in regions:
+            if elements is not None:
+                values = rng.integers(-3, 4, (2, *geometry.out_size)).astype(np.float32)[(..., *at)]
+                image = np.zeros_like(x)
+                add(image, elements, values)
+                assert (image * x).sum() == (values * read(x, elements)).sum()
+
+
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_a_row_is_whole_parts_and_a_rest(width, part):
+    parts = whole_and_rest(width, part)
+    pixels = [first + n * own + i for first, count, own in parts for n in range(count) for i in range(own)]
+    assert pixels == list(range(width)) and all(own == part or count == 1 for _, count, own in parts)
+
+
+def test_blocks_beyond_those_that_are_kept_are_cut_each_time():
+    one: Any = (1, 1, 1)
+    geometry = ConvGeometry(
+        batch=400, channels=(1,), size=one, kernel=one, stride=one, before=(0, 0, 0), after=(0, 0, 0), dilation=one,
+        padding_mode="constant", rank=3, out_channels=1, groups=1,
+    )  # fmt: skip
+    for batch, are_kept in ((1, False), (4, True)):
+        blocks = Blocks(geometry, (batch, 1, 1, 1), 4)
+        assert [block._samples.start for block in blocks] == list(range(0, 400, batch))
+        assert [block._samples.start for block in blocks.some(20, 3)] == [20 * batch, 21 * batch, 22 * batch]
+        assert (next(iter(blocks)) is next(iter(blocks))) == are_kept
