@@ -26,7 +26,9 @@ from rounds import each_step
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import plan as planned
+from cupyconv.cuda.plan.implicit_weight_gradient import STAGES
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
+from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
@@ -263,6 +265,8 @@ def parts_are_even(launch: KernelLaunch) -> None:
     else:
         return
     assert whole <= parts * part < whole + max(parts, part), launch
+    if launch.kernel.name == "implicit_weight_gradient":  # whose pipeline each part fills
+        assert parts == 1 or part * ITEMSIZE[dict(launch.kernel.macros)["DTYPE"]] >= STAGES * SLAB_BYTES, launch
 
 
 @functools.cache
@@ -377,6 +381,52 @@ def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
             assert back == chunks_of(plan)
     has_no_room = order == "gaps" and name == "deep"  # for the weight in order
     assert found or has_no_room or name == "1x1", "which multiplies images where they lie"
+
+
+def images(*channels: int, batch: int = 5, dtypes: tuple[str, str] = ("float32", "float32"), **more: Any) -> list[Any]:
+    """Of the same size, with so many channels each."""
+    return [array(batch, count, 14, 13, dtype=dtype, **more) for count, dtype in zip(channels, dtypes)]
+
+
+def kernels(channels: int, dtype: str = "float32") -> Any:
+    return array(channels, 5, 3, 3, dtype=dtype)
+
+
+BOTH_MIXED = (("complex64", "float32"), ("float32", "complex64"))
+#: Gradients of weights and transposed convolutions whose columns come in chunks.
+IN_CHUNKS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (cupyconv.conv_grad_weight, (*images(8, 5, batch=6), 3), {"padding": 1}),
+    (cupyconv.conv_grad_weight, (array(1, 8, 40, 33), array(1, 5, 40, 33), 3), {"padding": 1}),
+    (cupyconv.conv_grad_weight, (*images(8, 5, dtypes=("float16", "float16")), 3), {"padding": 1}),
+    (cupyconv.conv_grad_weight, (*images(8, 12), 3), {"padding": 1, "groups": 4}),
+    *((cupyconv.conv_grad_weight, (*images(8, 5, dtypes=mixed), 3), {"padding": 1}) for mixed in BOTH_MIXED),
+    (cupyconv.conv_grad_weight, (*images(8, order="gaps"), images(5, 3, order="gaps"), 1), {}),
+    (cupyconv.conv_transpose, (*images(8), kernels(8)), {"stride": 2}),
+    (cupyconv.conv_transpose, (*images(12), kernels(12)), {"stride": 2, "groups": 4}),
+    *((cupyconv.conv_transpose, (*images(12, dtypes=mixed), kernels(12, mixed[1])), {"stride": 2, "groups": 2}) for mixed in BOTH_MIXED),
+    (cupyconv.conv_transpose, (images(5, 7, order="gaps"), kernels(12)), {"stride": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments", "settings"), IN_CHUNKS)
+def test_every_limit_is_kept(function, arguments, settings):
+    """All products are made within each; more is refused nothing that less is granted; and what is asked for is enough."""
+    limits, amounts, asked, granted = {int(500 * 1.12**i) for i in range(77)}, set(), set(), []
+    for limit in sorted(limits):
+        with cupyconv.options(workspace_limit=limit):
+            try:
+                plan = cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
+            except ValueError as refusal:
+                assert not granted and "workspace" in str(refusal)
+                asked |= {int(number.replace(",", "")) for number in re.findall(r"needs ([\d,]+) bytes", str(refusal))}
+                continue
+        check(plan, limit)
+        granted.append(limit)
+        amounts.add(sum(step.flops for step in each_step(plan.steps)))
+    assert len(amounts) == 1 and len(granted) > 20
+    for enough in asked:
+        with cupyconv.options(workspace_limit=enough):
+            cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
 
 
 @pytest.mark.parametrize("order", ["C", "last", "gaps"])

@@ -6,6 +6,7 @@ Which variant runs is the cost model's choice; here each is forced in turn, with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,7 +250,9 @@ def test_planes_of_16_bits_are_moved_and_take_it():
     assert 2 * plan.bytes_moved < columns.bytes_moved and 2 * plan.workspace_bytes < columns.workspace_bytes
 
 
-def gradient_plan(*, order="last", channels=16, outputs=16, groups=1, dtype="float16", cut=False, limit=None):
+def gradient_plan(
+    *, order="last", channels=16, outputs=16, groups=1, dtype="float16", cut=False, limit=None, on="sm_90"
+):
     """The plan of such a layer by this method."""
     x, grad = (np.moveaxis(np.zeros((2, 9, 9, count), dtype), -1, 1) for count in (channels, outputs))
     if order == "C":
@@ -258,7 +261,7 @@ def gradient_plan(*, order="last", channels=16, outputs=16, groups=1, dtype="flo
         x, grad = x[..., 1:], grad[..., 1:]
     with cupyconv.options(workspace_limit=limit):
         return cupyconv.explain(
-            cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", padding=1, groups=groups, on="sm_90"
+            cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", padding=1, groups=groups, on=on
         )
 
 
@@ -266,6 +269,9 @@ def gradient_plan(*, order="last", channels=16, outputs=16, groups=1, dtype="flo
     "words, changes",
     [
         ("no multiple of 8", {"groups": 4}),
+        ("no multiple of 8", {"groups": 2, "channels": 24, "outputs": 32}),
+        ("no multiple of 8", {"groups": 2, "channels": 32, "outputs": 24}),
+        ("sm_75 has no matrix instructions for bfloat16", {"dtype": as_dtype("bfloat16"), "on": "sm_75"}),
         ("no such kernel for complex64", {"dtype": "complex64"}),
         ("its sums need", {"limit": 100}),
         ("the inputs once more take 5,184 bytes of workspace, the limit is 5,000", {"order": "C", "limit": 5000}),
@@ -283,8 +289,11 @@ def moved_by(plan):
 
 @pytest.mark.parametrize(
     "moved, changes",
-    [("", {}), ("x", {"order": "C"}), ("x", {"channels": 12}), ("grad", {"outputs": 12}), ("grad", {"cut": True})],
-)
+    [
+        ("", {}), ("", {"groups": 2, "channels": 32, "outputs": 16}), ("x", {"order": "C"}), ("x", {"channels": 12}),
+        ("grad", {"outputs": 12}), ("grad", {"cut": True}),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_copied_in_chunks_is_moved(moved, changes):
     """No more than that.  Of a gradient all pixels have to lie in one row."""
     assert moved_by(gradient_plan(**changes)) == ({f"moved_{moved}"} if moved else set())
@@ -300,3 +309,22 @@ def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_be_moved(which
     grad, x = (slanted, even) if which == "grad" else (even, slanted)
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")
     assert moved_by(plan) == {f"moved_{which}"}
+
+
+def test_a_lone_pixel_is_no_reason_to_move_its_channels():
+    """No stride leads from it to another; one of the next pixel would be no whole number of chunks."""
+    grad, x = np.zeros((1, 16, 1, 1), np.float16), np.moveaxis(np.zeros((1, 3, 3, 16), np.float16), -1, 1)
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", on="sm_90")
+    assert moved_by(plan) == set() and dict(plan.steps[0].params)["pixel_stride"] % 8 == 0
+
+
+@pytest.mark.parametrize("axis", [2, 3, 4])
+def test_strides_that_an_int32_does_not_count_are_refused(axis):
+    """Of 8 bytes an element, within an image."""
+    grad = np.moveaxis(np.zeros((2, 5, 5, 5, 8), np.float16), -1, 1)
+    for stride, words in ((2**28 - 8, None), (2**28, "int32")):
+        steps = list(grad.strides)
+        steps[axis] = stride * grad.itemsize
+        with pytest.raises(ValueError, match=words) if words else nullcontext():
+            x = as_strided(grad, grad.shape, steps)
+            cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")

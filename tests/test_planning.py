@@ -935,6 +935,23 @@ def test_a_function_without_a_plan_is_refused():
 # --- rules of the problem -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+@pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_transpose, cupyconv.conv_grad_weight])
+def test_as_many_inputs_as_parameters_hold_are_taken_and_no_more(function, method):
+    for count in (MAX_SOURCES, MAX_SOURCES + 1):
+        xs, y = [array(2, 8, 9, 9, dtype="float16")] * count, array(2, 8, 9, 9, dtype="float16")
+        channels = (8 * count, 8) if function is cupyconv.conv_transpose else (8, 8 * count)
+        arguments: Any = xs, array(*channels, 3, 3, dtype="float16")
+        if function is cupyconv.conv_grad_weight:
+            arguments = y, xs, 3
+        if count > MAX_SOURCES:
+            with pytest.raises(ValueError, match=f"{count} inputs; .*parameters hold .*{MAX_SOURCES}"):
+                cupyconv.explain(function, *arguments, padding=1, method=method, on=GPU)
+        else:
+            made = cupyconv.explain(function, *arguments, padding=1, method=method, on=GPU)
+            assert max(len(dict(launch.params).get("sources", [()])[0]) for launch in launches(made)) == count
+
+
 def test_as_many_phases_as_allowed_are_taken_and_no_more():
     x = np.ones((1, 2, 40, 40), np.float32)
 

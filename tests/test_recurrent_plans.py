@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import check, launches, recurrent_gradient_plan
+from plans import array, check, launches, recurrent_gradient_plan
+from rounds import each_step
 
 import cupyconv
 from cupyconv.problem.machine import known_gpu
-from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop
+from cupyconv.problem.plan import Buffer, GemmCall, KernelLaunch, LaunchLoop, Plan
 from cupyconv.problem.recurrence import GATES
 
 
@@ -42,12 +45,72 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
             assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
 
 
-@pytest.mark.parametrize("cell", GATES)
-def test_buffers_of_recurrent_gradients_that_begin_on_boundaries_fit_the_limit(cell):
-    for limit in range(150_000, 151_000, 40):
+def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator[tuple[Plan, list[int]]]:
+    """Those that there are, and the steps of their chunks: more than half as many as there is room for, or all.
+
+    More memory is refused nothing that less is granted, and as much as a refusal asks for is enough.
+    """
+    enough, granted = None, False
+    for limit in limits:
         with cupyconv.options(workspace_limit=limit):
-            made = recurrent_gradient_plan(cell, np.float32, (60, 7, 10, 23), direction="bidirectional")
-        assert made.workspace_bytes <= limit
+            try:
+                plan = planned()
+            except ValueError as refusal:
+                assert not granted and "workspace" in str(refusal)
+                if asked := re.search(r"needs ([\d,]+) bytes.*limit is ([\d,]+)", str(refusal)):
+                    needed, left = (int(number.replace(",", "")) for number in asked.groups())
+                    enough = needed + limit - left  # the rest is taken by what is converted
+                continue
+        granted = True
+        check(plan, limit)
+        counts = []
+        for step in each_step(plan.steps):
+            if isinstance(step, LaunchLoop):  # back through time the last launch is the product alone
+                counts.append(step.times - ("gradient" in step.launches[0].kernel.name))
+            elif isinstance(step, KernelLaunch) and step.cooperative:
+                counts.append(dict(step.params)["count"])
+        converted = (Buffer(each.buffer, each.nbytes) for each in plan.conversions)
+        taken = sum(each.space for each in (*plan.workspace, *converted))
+        assert 2.1 * taken > limit or counts[0] == STEPS
+        yield plan, counts
+    if enough is not None:
+        with cupyconv.options(workspace_limit=enough):
+            planned()
+
+
+STEPS, LIMITS = 11, [int(500 * 1.25**i) for i in range(32)]
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "gru of two products"])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
+    name, _, more = cell.partition(" ")
+    settings = dict(direction=direction, method=method, on="sm_90") | ({"linear_before_reset": False} if more else {})
+    directions = 1 + (direction == "bidirectional")
+    weights = [array(directions, GATES[name] * 23, size, dtype=dtype) for size in (10, 23)]
+    x, weights = array(STEPS, 7, 10, dtype=dtype), weights if directions == 2 else [weight[0] for weight in weights]
+    chunks, amounts = set(), set()
+    for plan, counts in plans_within(
+        LIMITS, lambda: cupyconv.explain(getattr(cupyconv, name), x, *weights, **settings)
+    ):
+        assert sum(counts) == STEPS
+        chunks.add(counts[0])
+        amounts.add(sum(step.flops for step in each_step(plan.steps)))
+    assert chunks >= {STEPS, -(-STEPS // 2)} and len(amounts) == 1
+
+
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_limit_is_kept_by_gradients_of_layers(cell, direction, dtype):
+    """Both directions are together where all fit."""
+    sizes, passes, chunks = (STEPS, 7, 10, 23), 1 + (direction == "bidirectional"), set()
+    for _, counts in plans_within(LIMITS, lambda: recurrent_gradient_plan(cell, dtype, sizes, direction=direction)):
+        assert sum(counts) == STEPS * passes or counts == [STEPS]
+        chunks.add(counts[0])
+    assert len(chunks) > 3 and counts == [STEPS]
 
 
 @pytest.mark.parametrize("cell", GATES)

@@ -17,7 +17,7 @@ from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import WeightGradientLoop
-from cupyconv.problem.plan import GemmCall
+from cupyconv.problem.plan import Buffer, GemmCall
 
 
 def by_definition(grad, x, kernel, *, padding=0, stride=1, groups=1):
@@ -213,6 +213,21 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
 
     turned = np.empty((256, 64, 1, 1), np.float32).transpose(1, 0, 2, 3)
     assert written(None) == {"out"} and written(turned) == {"sums"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+def test_a_sum_has_as_many_parts_as_there_is_room_for(method, dtype):
+    """Beside images that are moved first; a lone part is the result itself where that has its dtype and its order."""
+    grad, x = (np.empty((16, channels, 56, 56), dtype) for channels in (24, 16))
+    for taps, parts in ((1, 1), (3, 1), (1, 2), (3, 2), (3, 5)):
+        settings = {"padding": taps // 2, "method": method, "on": "sm_90"}
+        moved = [each.space for each in explained(grad, x, taps, **settings).workspace if each.name != "sums"]
+        plane = 24 * 16 * taps**2 * (8 if dtype == "float64" else 4)
+        for room in (Buffer("sums", parts * plane).space, Buffer("sums", (parts + 1) * plane).space - 1):
+            plan = explained(grad, x, taps, limit=sum(moved) + room, **settings)
+            is_result = parts == 1 and dtype != "float16" and (taps == 1 or method == "direct")
+            assert [each.nbytes for each in plan.workspace if each.name == "sums"] == [parts * plane] * (not is_result)
 
 
 def test_long_sums_stay_accurate(target):

@@ -80,23 +80,24 @@ def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, l
     if geometry.groups > 1 and (geometry.group_channels % chunk or geometry.group_outputs % chunk):
         raise NotApplicable(f"channels or outputs of a group are no multiple of {chunk}")
     if problem.prologue or not runs_are_chunks(geometry, chunk) or not all(map(_is_copied, problem.xs)):
-        moves.append(moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue))
-        x = moves[-1].with_zeros
+        moved = moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue)
+        x = moved.with_zeros
         geometry = replace(geometry, channels=x.shape[1:2])
-        problem = _after(problem, moves[-1], geometry, xs=(x,), prologue=NO_PROLOGUE)
+        problem = _after(problem, moved, geometry, xs=(x,), prologue=NO_PROLOGUE)
+        moves.append(moved)
     if geometry.out_channels % chunk or not _is_copied(problem.grad) or _row_stride(problem.grad) is None:
-        moves.append(moved_image("moved_grad", (problem.grad,), problem.limit, problem.gpu))
-        grad = moves[-1].with_zeros
+        moved = moved_image("moved_grad", (problem.grad,), problem.limit, problem.gpu)
+        grad = moved.with_zeros
         geometry = replace(geometry, out_channels=grad.shape[1])
-        problem = _after(problem, moves[-1], geometry, grad=grad)
+        problem = _after(problem, moved, geometry, grad=grad)
+        moves.append(moved)
     return problem, moves
 
 
 def _is_copied(image: Operand) -> bool:
-    """Whether 16 bytes of a pixel's channels are a chunk that can be copied."""
-    chunk = VECTOR_BYTES // image.itemsize
-    side_by_side = image.shape[1] == 1 or image.stride_c == 1
-    return side_by_side and image.alignment >= VECTOR_BYTES and not any(image.strides[i] % chunk for i in (0, 2, 3, 4))
+    """Whether 16 bytes of a pixel's channels, of which there are whole chunks, are one that can be copied."""
+    chunk, aligned = VECTOR_BYTES // image.itemsize, image.alignment >= VECTOR_BYTES
+    return aligned and image.stride_c == 1 and not any(image.strides[i] % chunk for i in (0, 2, 3, 4))
 
 
 def _after(
