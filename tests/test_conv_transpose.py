@@ -481,8 +481,9 @@ def test_products_in_chunks(cuda_target, dtypes, groups, channels, layout, cut):
     xs, weight = [integers((3, count, 5, 6), x_dtype) for count in channels], integers((12, 4, 3, 3), weight_dtype)
     settings = {"groups": groups, "stride": 2, "padding": 1, "method": "gemm"}
     window = {name: settings[name] for name in ("groups", "stride", "padding")}
-    calls = [(cupyconv.conv_transpose, (list(map(moved, xs)), cuda_target.to_device(weight)))]
-    expected = [[reference_gradients.conv_transpose(xs, weight, **window)]]
+    bias = integers((4 * groups,), np.result_type(x_dtype, weight_dtype))
+    calls = [(cupyconv.conv_transpose, (list(map(moved, xs)), *map(cuda_target.to_device, (weight, bias))))]
+    expected = [[reference_gradients.conv_transpose(xs, weight, bias, **window)]]
     back, grad = integers((6, 12 // groups, 3, 3), weight_dtype), integers((3, 6, 5, 6), x_dtype)
     shapes = [(3, count, 9, 11) for count in channels]
     calls.append((cupyconv.conv_grad_input, (moved(grad), cuda_target.to_device(back), shapes)))

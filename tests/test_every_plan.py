@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
@@ -421,6 +422,8 @@ def test_every_limit_is_kept(function, arguments, settings):
                 asked |= {int(number.replace(",", "")) for number in re.findall(r"needs ([\d,]+) bytes", str(refusal))}
                 continue
         check(plan, limit)
+        made = Counter(launch.purpose for launch in launches(plan) if launch.kernel.name in ("im2col", "col2im"))
+        assert chunks_of(plan) == made.get("sum of columns", min(made.values())), "of each chunk"
         granted.append(limit)
         amounts.add(sum(step.flops for step in each_step(plan.steps)))
     assert len(amounts) == 1 and len(granted) > 20

@@ -495,6 +495,17 @@ def test_pointwise_with_stride_or_padding_has_columns(parameters):
     assert len(columns_launches(made)) == 1 and len(gemms(made)) == 1
 
 
+def test_pointwise_products_of_a_transposed_convolution_are_its_result():
+    """Without groups: of these, and where its stride leaves gaps, they are columns that every element gathers."""
+    x = array(4, 64, 32, 32)
+    made = cupyconv.explain(cupyconv.conv_transpose, x, array(64, 32, 1, 1), method="gemm", on=GPU)
+    assert not made.workspace and {call.c.at.buffer for call in gemms(made)} == {"out"} and len(made.steps) == 1
+    for groups, stride in ((2, 1), (1, 2)):
+        settings: Any = dict(groups=groups, stride=stride, method="gemm", on=GPU)
+        made = cupyconv.explain(cupyconv.conv_transpose, x, array(64, 32, 1, 1), **settings)
+        assert {call.c.at.buffer for call in gemms(made)} == {"columns"} and launches(made, "col2im")
+
+
 def test_a_merge_of_many_channels_is_one_accumulating_call_an_input():
     xs = [array(4, channels, 64, 64) for channels in (256, 128, 512)]
     made = plan(xs, array(512, 896, 1, 1), method="gemm")

@@ -17,6 +17,7 @@ from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import WeightGradientLoop
+from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
 from cupyconv.problem.plan import Buffer, GemmCall
 
 
@@ -124,6 +125,13 @@ def test_a_1x1_gradient_reads_both_factors_where_they_lie():
     calls = [step for step in plan.steps if isinstance(step, GemmCall)]
     assert {call.a.at.buffer for call in calls} <= {"grad", "gathered grad"}
     assert plan.flops == sum(call.flops for call in calls) == 2 * 4 * 64 * 256 * 32 * 32
+    in_rows = (np.moveaxis(np.empty((4, 32, 32, count), np.float32), -1, 1) for count in (64, 256))
+    for factors in ((grad[:1], x[:1]), in_rows):  # all pixels in one row
+        plan = explained(*factors, 1, method="gemm", on="sm_90")
+        assert {(step.a.at.buffer, step.b.at.buffer) for step in plan.steps if isinstance(step, GemmCall)} == {
+            ("grad", "x")
+        }
+        assert {buffer.name for buffer in plan.workspace} <= {"sums"}
 
 
 @pytest.mark.grid(
@@ -165,8 +173,8 @@ def test_a_kernel_without_columns_sums_in_parts(cuda_target, dtype, groups):
 
 
 @pytest.mark.parametrize("orders", ["C C", "C last", "last C", "last last"])
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_a_1x1_gradient_of_channels_last_images(target, dtype, orders):
+@pytest.mark.parametrize("dtypes", ["float32 float32", "complex64 complex64", "complex64 float32", "float32 complex64"])
+def test_a_1x1_gradient_of_channels_last_images(target, dtypes, orders):
     """They are read where they lie, as turned matrices: but for complex inputs, for cuBLAS conjugates what it turns.
 
     So is a result that lies turned written by a pass of its own.
@@ -177,7 +185,9 @@ def test_a_1x1_gradient_of_channels_last_images(target, dtype, orders):
             return target.to_device(array)
         return target.to_device(np.ascontiguousarray(array.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
-    grad, x = integers((3, 5, 6, 8), dtype), integers((3, 4, 6, 8), dtype, 1)
+    grad_dtype, x_dtype = dtypes.split()
+    dtype = "complex64" if "complex64" in dtypes else "float32"
+    grad, x = integers((3, 5, 6, 8), grad_dtype), integers((3, 4, 6, 8), x_dtype, 1)
     expected = by_definition(grad, x, (1, 1))
     on_device = [placed(array, order) for array, order in zip((grad, x), orders.split())]
     assert_exact(target.to_host(cupyconv.conv_grad_weight(*on_device, (1, 1), method="gemm")), expected, dtype)
@@ -205,14 +215,37 @@ def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, output
 
 
 def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
-    def written(out):
-        """Where products of a lone sample go."""
-        grad, x = np.empty((1, 64, 16, 16), np.float32), np.empty((1, 256, 16, 16), np.float32)
-        plan = explained(grad, x, 1, method="gemm", on="sm_80", limit=100_000, out=out)
-        return {step.c.at.buffer for step in plan.steps if isinstance(step, GemmCall)}
+    """Of 16 bits, where all is one chunk: what several add up would be rounded by each."""
 
-    turned = np.empty((256, 64, 1, 1), np.float32).transpose(1, 0, 2, 3)
-    assert written(None) == {"out"} and written(turned) == {"sums"}
+    def written(out, dtype=np.float32, limit=100_000):
+        """Where products of a lone sample go, and whether in several chunks."""
+        grad, x = np.empty((1, 64, 16, 16), dtype), np.empty((1, 256, 16, 16), dtype)
+        plan = explained(grad, x, 3, padding=1, method="gemm", on="sm_80", limit=limit, out=out)
+        return {step.c.at.buffer for step in plan.steps if isinstance(step, GemmCall)}, "chunks" in plan.reason
+
+    turned = np.empty((256, 64, 3, 3), np.float32).transpose(1, 0, 2, 3)
+    for limit in (1_300_000, 1_600_000):
+        assert written(None, limit=limit) == ({"out"}, True)
+        assert written(turned, limit=limit) == ({"sums"}, True)
+        assert written(None, np.float16, limit=limit) == ({"sums"}, True)
+    assert written(None, limit=None) == ({"out"}, False) == written(None, np.float16, limit=None)
+
+
+def test_what_does_not_apply_is_said():
+    grad, x = np.empty((2, 4, 8, 8), np.float32), np.empty((2, 4, 8, 8), np.complex64)
+    with pytest.raises(ValueError, match="'winograd' does not apply: there is no such method"):
+        explained(grad, grad, 3, padding=1, method="winograd", on="sm_80")
+    given = dict.fromkeys(TRANSFORMED_GRAD_WEIGHT.arrays) | {"grad": grad, "x": x, "scale": np.empty(4, np.complex64)}
+    windows = {
+        "stride": 1,
+        "padding": 1,
+        "dilation": 1,
+        "groups": 1,
+        "padding_mode": "constant",
+        "prologue_activation": None,
+    }
+    plan = TRANSFORMED_GRAD_WEIGHT.checked(given | windows | {"kernel_shape": 3}, "sm_80").plan()
+    assert dict(plan.rejected)["gemm"] == "a prologue is of complex numbers, whose parts are not gathered apart"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
