@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 from plans import array, check, launches, recurrent_gradient_plan
 from rounds import each_step
+from test_every_plan import hold, spans
 
 import cupyconv
-from cupyconv.problem.machine import known_gpu
+from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan.recurrence import recurrent_tiles
+from cupyconv.cuda.plan.recurrent_gradient import gradient_arithmetic
+from cupyconv.problem.geometry import LARGEST_STEP
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Buffer, GemmCall, KernelLaunch, LaunchLoop, Plan
 from cupyconv.problem.recurrence import GATES
 
@@ -113,7 +120,9 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
     for plan, counts in plans_within(
         LIMITS, lambda: cupyconv.explain(getattr(cupyconv, name), x, *weights, **settings)
     ):
-        assert sum(counts) == STEPS
+        assert sum(counts) == STEPS and not any(isinstance(step, GemmCall) for step in each_step(plan.steps))
+        projections = sum(launch.purpose == "projection of the inputs" for launch in launches(plan))
+        assert projections == directions * len(counts) and "projected by implicit_gemm" in plan.reason
         chunks.add(counts[0])
         amounts.add(sum(step.flops for step in each_step(plan.steps)))
     assert STEPS in chunks and len(chunks) > 1 and len(amounts) == 1
@@ -125,9 +134,19 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
 def test_every_limit_is_kept_by_gradients_of_layers(cell, direction, dtype):
     """Both directions are together where all fit."""
     sizes, passes, chunks = (STEPS, 7, 10, 23), 1 + (direction == "bidirectional"), set()
-    for _, counts in plans_within(LIMITS, lambda: recurrent_gradient_plan(cell, dtype, sizes, direction=direction)):
+    for plan, counts in plans_within(LIMITS, lambda: recurrent_gradient_plan(cell, dtype, sizes, direction=direction)):
         assert sum(counts) == STEPS * passes or counts == [STEPS]
         chunks.add(counts[0])
+        products, rows = [step for step in each_step(plan.steps) if isinstance(step, GemmCall)], GATES[cell] * 23
+        wholes = {"grad_weight_ih": passes * rows * 10, "grad_weight_hh": passes * rows * 23, "grad_x": STEPS * 7 * 10}
+        for name, whole in wholes.items():
+            own = sorted((call for call in products if call.c.at.buffer == name), key=lambda call: call.c.at.offset)
+            for beta in range(passes) if name == "grad_x" else (0,):  # a direction adds to what the other has left
+                parts = [(call.c.at.offset // 4, call.m * call.n) for call in own if call.beta == beta]
+                ends = list(accumulate(size for _, size in parts))
+                assert [begin for begin, _ in parts] == [0, *ends[:-1]] and ends[-1] == whole, name
+        places = [call.c.at.offset for call in products if call.c.at.buffer == "grad_x"]
+        assert [call.b.at.offset for call in products if call.b.at.buffer == "x"] in ([], places)
     assert len(chunks) > 2 and counts == [STEPS]
 
 
@@ -143,15 +162,19 @@ def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
 
 @pytest.mark.parametrize("samples", [1, 50, 1000, 1500, 7000])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples, direction):
-    """All are on the GPU at once; one turn fewer would need more blocks than it has room for; turns are even."""
+@pytest.mark.parametrize("hidden", [8, 24])
+def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples, direction, hidden):
+    """All are on the GPU at once; one turn fewer would need more blocks than it has room for; turns are even.
+
+    Each tile of samples has a counter, on a line of its own.
+    """
     room, directions = known_gpu("sm_90").multiprocessors, 1 + (direction == "bidirectional")
     x = np.broadcast_to(np.float32(0), (20, samples, 4))
-    weights = [np.broadcast_to(np.float32(0), (directions, 4 * 24, size)) for size in (4, 24)]
+    weights = [np.broadcast_to(np.float32(0), (directions, 4 * hidden, size)) for size in (4, hidden)]
     if directions == 1:
         weights = [weight[0] for weight in weights]
     layer = cupyconv.explain(cupyconv.lstm, x, *weights, direction=direction, method="persistent", on="sm_90")
-    back = recurrent_gradient_plan("lstm", np.float32, (20, samples, 4, 24), direction=direction)
+    back = recurrent_gradient_plan("lstm", np.float32, (20, samples, 4, hidden), direction=direction)
     rows = {"recurrent_persistent": int(layer.reason.partition("blocks of ")[2].split()[0])}
     rows["recurrent_gradient_persistent"] = 16
     for plan in (layer, back):
@@ -160,6 +183,8 @@ def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples
             turns = -(-tiles // blocks)
             assert launch.blocks <= room and blocks == -(-tiles // turns)
             assert turns == 1 or columns * together * -(-tiles // (turns - 1)) > room
+            assert ("times per step" in plan.reason) == (turns > 1) and together == directions
+            assert [each.nbytes for each in plan.workspace if each.name == "counters"] == [128 * directions * tiles]
 
 
 def test_gradients_of_16_bit_layers_are_products_in_tf32():
@@ -196,3 +221,75 @@ def test_recurrent_layers_of_very_many_samples(samples, methods):
         plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
         launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
         assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))
+
+
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("cell", GATES)
+def test_layers_of_no_steps_and_of_too_many(cell, method):
+    """Of none the states are what they were: nothing is projected, and no gates are kept."""
+    weights = array(GATES[cell] * 8, 1), array(GATES[cell] * 8, 8)
+    function, settings = getattr(cupyconv, cell), {"method": method, "on": "sm_90"}
+    none = cupyconv.explain(function, array(0, 3, 1), *weights, **settings)
+    check(none)
+    assert {launch.purpose for launch in launches(none)} <= {launches(none)[-1].purpose, "counters from 0"}
+    assert not {"gates", "workspace"} & {buffer.name for buffer in none.workspace}
+    with pytest.raises(ValueError, match=f"steps; a kernel counts {LARGEST_STEP:,}"):
+        cupyconv.explain(function, array(LARGEST_STEP + 1, 1, 1), *weights, **settings)
+
+
+def test_a_lone_step_of_two_products_keeps_its_limit():
+    """It has gates and reset states in memory, where others have nothing."""
+    weights = array(3 * 24, 10), array(3 * 24, 24)
+    settings = {"linear_before_reset": False, "method": "step", "on": "sm_90"}
+    call = checked_call(cupyconv.gru, array(1, 7, 10), *weights, **settings)
+    taken = call.plan().workspace_bytes
+    hold(call.plan(), spans(call))
+    for limit in (taken, taken - 1, 100):
+        with cupyconv.options(workspace_limit=limit), pytest.raises(ValueError) if limit < taken else nullcontext():
+            assert cupyconv.explain(cupyconv.gru, array(1, 7, 10), *weights, **settings).workspace_bytes == taken
+    assert not cupyconv.explain(cupyconv.gru, array(1, 7, 10), *weights, method="step", on="sm_90").workspace
+
+
+def test_float64_of_more_samples_than_a_grid_has_blocks_for():
+    """It has one size of tiles, of 16 samples."""
+    arrays = [np.broadcast_to(0.0, shape) for shape in ((3, 16 * 65535 + 1, 4), (32, 4), (32, 8))]
+    with cupyconv.options(workspace_limit=1 << 40):
+        with pytest.raises(ValueError, match="1,048,561 samples are more than a grid has blocks for"):
+            cupyconv.explain(cupyconv.lstm, *arrays, method="step", on="sm_90")
+        assert cupyconv.explain(cupyconv.lstm, arrays[0][:, 1:], *arrays[1:], method="step", on="sm_90").steps
+
+
+@pytest.mark.parametrize("name", ["x", "grad_y", "weight_hh", "weight_ih", "y", "gates", "h0", "cells"])
+def test_gradients_read_what_is_large_as_it_lies(name):
+    """The rest is in order, or copied."""
+    shapes = {"x": (4, 20, 3), "grad_y": (4, 20, 5), "weight_hh": (1, 20, 5), "weight_ih": (1, 20, 3), "y": (4, 20, 5)}
+    shapes |= {"gates": (1, 4, 20, 20), "h0": (1, 20, 5), "cells": (1, 4, 20, 5)}
+    plan = recurrent_gradient_plan("lstm", "float32", **{name: array(*shapes[name], order="gaps")})
+    assert {each.buffer for each in plan.conversions} == ({name} - {"x", "grad_y"})
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("float16", "sm_75"), ("bfloat16", "sm_80"), ("float32", "sm_80")])
+def test_tensor_cores_multiply_states_on_every_gpu_that_has_them(dtype, first):
+    """Gradients multiply in float32; float64 is for CUDA cores."""
+    expected = {"float16": "MMA", "bfloat16": "MMA", "float32": "TF32X3"}[dtype]
+    for name, gpu in KNOWN_GPUS.items():
+        found = {tile.arithmetic for resident in (False, True) for tile in recurrent_tiles(dtype, resident, gpu)}
+        assert (expected in found) == (gpu.capability >= int(first[3:])), name
+        assert {tile.arithmetic for tile in recurrent_tiles("float64", True, gpu)} == {"FMA"}
+        assert gradient_arithmetic(dtype, gpu) == ("TF32X3" if gpu.capability >= 80 else "FMA")
+        assert gradient_arithmetic("float64", gpu) == "FMA"
+
+
+@pytest.mark.parametrize("strides", [(0, 48), (0, 49), (9217, 48), "off its boundary"])
+def test_rows_of_a_weight_are_loaded_as_vectors_where_all_begin_on_boundaries(strides):
+    """A load of 16 bytes elsewhere would fault."""
+    whole = array(2, 192, 49, offset=int(isinstance(strides, str)))
+    direction, row = (9216, 48) if isinstance(strides, str) else strides
+    weight = as_strided(whole, (2, 192, 48), (4 * direction, 4 * row, 4))
+    plan = cupyconv.explain(
+        cupyconv.lstm, array(3, 5, 48), array(2, 192, 48), weight, direction="bidirectional", on="sm_90"
+    )
+    widths = {
+        dict(launch.params)["weight_vector"] for launch in launches(plan) if "weight_vector" in dict(launch.params)
+    }
+    assert widths == {16 if strides == (0, 48) else 4}

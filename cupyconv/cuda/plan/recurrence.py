@@ -451,7 +451,7 @@ def _vector_bytes(weight: Operand) -> int:
     for nbytes in (VECTOR_BYTES, max(4, weight.itemsize)):
         width = nbytes // weight.itemsize
         whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
-        if whole and (weight.strides[2] == 1 or weight.shape[2] == 1) and weight.alignment >= nbytes:
+        if whole and weight.strides[2] == 1 and weight.alignment >= nbytes:
             return nbytes
     return 0
 
