@@ -221,6 +221,18 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
     assert isinstance(named.steps[0], depthwise.ScaledRuns)
 
 
+def test_a_layer_of_a_millisecond_is_divided():
+    """Two threads took 0.7 to 0.8 of one's time for it; of less, waking another takes what it wins."""
+    weight = np.ones((96, 1, 3, 3), np.float32)
+    with cupyconv.options(threads=2):
+        plans = [
+            cupyconv.explain(cupyconv.conv, np.ones((n, 96, 80, 80), np.float32), weight, groups=96, method="gemm")
+            for n in (1, 2)
+        ]
+    assert all(isinstance(plan.steps[0], ToeplitzRows) for plan in plans)
+    assert [plan.steps[0].threads for plan in plans] == [1, 2]
+
+
 def test_threads_with_too_little_to_do_cut_no_runs(monkeypatch):
     """A run that is cut for them is short, and an element of it takes twice as long."""
     x, weight = np.ones((1, 32, 16, 16, 16), np.float32), np.ones((32, 1, 3, 3, 3), np.float32)

@@ -40,7 +40,7 @@ REGION_CALLS = 10
 WAKE = 110e-6
 #: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
 #: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
-SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6
+SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 400e-6, 600e-6
 #: How much longer work takes where other cores work too, on the same memory; and such that mostly is products of columns.
 BESIDE_OTHERS, PRODUCTS_BESIDE = 1.25, 1.12
 

@@ -36,8 +36,8 @@ from cupyconv.problem.problems import ConvProblem
 
 #: The most rows of outputs that one product computes.
 MOST_ROWS = 32
-#: Bytes of products that are added up while in cache.
-ROWS_BLOCK = 2 * MEMORY_BLOCK
+#: Bytes of products that are added up while in cache; of fewer, calls are so short that threads wait for each other between them.
+ROWS_BLOCK = 4 * MEMORY_BLOCK
 #: Elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
 #: Fewest pixels beside each other that are worth a product of their own.
