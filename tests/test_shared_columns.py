@@ -10,7 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, weight_channels, weight_gradient
+from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, shared_columns, weight_channels, weight_gradient
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -37,7 +37,7 @@ BODIES = {"MEC columns", "MEC rows", "long MEC rows", "scaled taps", "scaled run
 def small_cache(request, monkeypatch):
     """A cache that holds one group of these layers, or a few."""
 
-    for module in (depthwise, mec):
+    for module in (depthwise, shared_columns):
         monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
     monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products: there is no other way.

@@ -11,7 +11,7 @@ from tolerance import assert_close, assert_exact
 
 import cupyconv
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
-from cupyconv.numpy import mec
+from cupyconv.numpy import shared_columns
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
@@ -69,7 +69,7 @@ def explained(grad, x, kernel, limit=None, **arguments):
 def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
     """Each is planned where it should be, and exact; views only of factors of one kind."""
     if body == "MEC columns":  # columns take less of an image as small
-        monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
+        monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
         for way in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
             monkeypatch.setattr(way, "applies", lambda problem: False)
     if body == "strips":
@@ -277,8 +277,8 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
     window = dict(padding=1, method="gemm")
     assert explained(grad, x, 3, **window).steps[0].name == "columns"
-    monkeypatch.setattr(mec, "LEAST_SHARED", 1)
-    monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
+    monkeypatch.setattr(shared_columns, "LEAST_SHARED", 1)
+    monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
     for way in (GradientColumns, GradientRows, GradientChannels):
         monkeypatch.setattr(way, "applies", lambda problem: False)
     assert explained(grad, x, 3, **window).steps[0].name == "MEC columns"

@@ -17,10 +17,19 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method
-from cupyconv.numpy.convolution import CACHE_BLOCK, LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
+from cupyconv.numpy.convolution import (
+    CACHE_BLOCK,
+    LONE_PIXELS,
+    MEMORY_BLOCK,
+    PRODUCT_BLOCK,
+    ConvLoop,
+    ConvRun,
+    result_takes_sums,
+    temporaries,
+)
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
-from cupyconv.numpy.mec import MecLoop, mec_columns
+from cupyconv.numpy.shared_columns import is_in_order, mec_bytes, mec_columns, mec_part
 from cupyconv.numpy.toeplitz_line import ToeplitzLine
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
@@ -248,7 +257,7 @@ def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarra
     return runs, pixels
 
 
-class ScaledTaps(ScaledLoop, MecLoop):
+class ScaledTaps(ScaledLoop):
     """Columns that taps share, times a number per channel and tap."""
 
     name = "scaled taps"
@@ -268,11 +277,36 @@ class ScaledTaps(ScaledLoop, MecLoop):
         elements = geometry.out_channels * geometry.taps * geometry.batch * geometry.pixels
         return cost.scaled_apart(elements, self.problem)
 
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        # Samples of a block come between rows and pixels: the result can take the sums of one only.
+        is_lone = geometry.pixels >= LONE_PIXELS and result_takes_sums(problem)
+        other_taps = geometry.taps // geometry.kernel[geometry.outermost]
+        columns = geometry.group_channels * other_taps * ITEMSIZE[accumulator(problem.x_dtype)]
+        sums = geometry.out_channels * ITEMSIZE[accumulator(problem.out.dtype)]
+        return PRODUCT_BLOCK // (max(columns, sums) or 1), 1 if is_lone else geometry.batch
+
+    @cached_property
+    def part(self) -> int:
+        return mec_part(self.problem, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def in_place(self) -> bool:
+        return self.block[0] == 1 and is_in_order(self.geometry, self.block) and result_takes_sums(self.problem)
+
+    @property
+    def workspace(self) -> int:
+        columns = mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        products = self.geometry.group_outputs * prod(self.block) * self.sums_dtype.itemsize
+        return self.part * (columns + products) + self.sums_bytes
+
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        sums = self.empty_sums(run, block)
+        shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
+        sums = block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
         for groups, columns in mec_columns(run.images, block, self.part):
             for taps, views in columns:
                 # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
@@ -281,7 +315,10 @@ class ScaledTaps(ScaledLoop, MecLoop):
                     target += np.einsum("cmtk,ctkp->pmc", weight, views, order="F")
                 else:
                     np.einsum("cmtk,ctkp->pmc", weight, views, out=target, order="F")
-        return self.in_order(sums, block)
+        # Pixels are in the order of MEC columns, and shown in their own.
+        samples_and_size, axis = list(block.size), 1 + self.geometry.outermost
+        samples_and_size.insert(0, samples_and_size.pop(axis))
+        return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
 
 #: Every method of a depthwise convolution.

@@ -26,7 +26,7 @@ from cupyconv.numpy.convolution import (
     taps_at_a_time,
     temporaries,
 )
-from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, mec_shapes, taps_share
+from cupyconv.numpy.shared_columns import mec_bytes, mec_columns, mec_part, mec_shapes, taps_share
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged

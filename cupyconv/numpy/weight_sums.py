@@ -25,7 +25,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.convolution import PRODUCT_BLOCK, is_matrix
-from cupyconv.numpy.mec import is_in_order
+from cupyconv.numpy.shared_columns import is_in_order
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
