@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference_gradients
+from integer_arrays import integers
 from peak_memory import peak_bytes
 
 import cupyconv
 
 MODES = ("reflect", "symmetric", "edge", "wrap")
-
-
-def integers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)
 
 
 def plan_of(shape, weight, grad, **window):

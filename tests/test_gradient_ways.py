@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import reference_gradients
+from integer_arrays import integers
 from peak_memory import peak_bytes
 from tolerance import assert_exact
 
@@ -18,12 +19,6 @@ from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.problem.problems import NotApplicable
-
-
-def integers(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed + len(shape))
-    values = rng.integers(-3, 4, shape).astype(dtype)
-    return values + 1j * rng.integers(-3, 4, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
 
 
 def refused(*_):

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 import reference
+from integer_arrays import integers
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
@@ -54,10 +55,6 @@ def with_one_more(monkeypatch):
     forget_calls()
     yield
     forget_calls()
-
-
-def integers(*shape):
-    return np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
 
 
 def test_a_method_that_suits_is_taken(with_one_more):

@@ -12,6 +12,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import reference
+from integer_arrays import integers
 from targets import TARGETS
 from tolerance import assert_exact
 
@@ -39,10 +40,6 @@ def cuda(by_implicit_gemm, cuda_target):
     """The host device, where layers run by that method; its log is empty."""
     cuda_target.device.log.clear()
     return cuda_target
-
-
-def integers(*shape, seed=0):
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 def layer_on(target, *shape, seed=1, **settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference
+from integer_arrays import integers
 
 import cupyconv
 
@@ -37,10 +38,6 @@ class AtMostFourAxes(np.ndarray):
 
 
 SUBCLASSES = [NoArithmetic, OwnIndexing, OwnArithmetic, AtMostFourAxes]
-
-
-def integers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
 
 
 def plain(array: np.ndarray) -> np.ndarray:
