@@ -254,12 +254,6 @@ def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
     return [-(-extent // step) for extent, step in zip(block[1:], steps)]
 
 
-def all_tiles(geometry: ConvGeometry) -> int:
-    """Tiles of all samples and phases."""
-    phases = (geometry.dilation[axis] for axis in tiled_axes(geometry))
-    return geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size))) * prod(phases)
-
-
 def tile_steps(geometry: ConvGeometry) -> list[int]:
     """Pixels along each axis that whole tiles of all phases have."""
     return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
