@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import re
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import reference_gradients
 from fft_cases import CASES, DTYPES, MIXED, MODES, normal
+from plans import array
+from plans import check as check_plan
+from rounds import each_step
 from tolerance import assert_close
 
 import cupyconv
@@ -16,7 +23,8 @@ from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import tiles
 from cupyconv.cuda.plan.fft_weight_gradient import GradientTiling
-from cupyconv.problem.plan import MAX_SOURCES, Transform, every_step
+from cupyconv.cuda.plan.matrices import MAX_BATCH
+from cupyconv.problem.plan import MAX_SOURCES, GemmCall, Transform, every_step
 
 #: Orders of spectra, by whether they are interleaved.
 ORDERS = {"frequencies side by side": (False,), "channels side by side": (True,)}
@@ -538,3 +546,49 @@ def test_lengths_are_the_next_that_are_quick():
     for least in (1, 2, 3, 11, 13, 17, 97, 121, 1000, 1086, 2047):
         assert tiles.fast_length(least) == next(n for n in quick if n >= least)
         assert tiles.fast_length(least, 2) == next(n for n in quick if n >= least and n % 2 == 0)
+
+
+TRANSFORMED: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], int]] = [
+    ((2, 8, 61), (8, 8, 9), {}, 1),
+    ((2, 8, 61, 47), (8, 8, 9, 1), {}, 47),
+    ((2, 8, 61, 47), (8, 8, 1, 9), {}, 61),
+    ((2, 8, 61, 47), (8, 8, 5, 7), {"stride": (2, 3)}, 1),
+    ((2, 8, 20, 30, 17), (8, 8, 5, 1, 7), {}, 30),
+    ((3, 8, 200), (16, 8, 33), {"groups": 1}, 1),
+]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("shape", "kernel", "settings", "lines"), TRANSFORMED)
+def test_transforms_are_along_the_axes_of_several_taps_and_of_quick_lengths(
+    monkeypatch, shape, kernel, settings, lines, interleaved
+):
+    """The last is even; along others tiles are one pixel long.  cuFFT is given memory for the largest spectra."""
+    monkeypatch.setattr(tiles, "ORDERS", (interleaved,))
+    plan = cupyconv.explain(cupyconv.conv, array(*shape), array(*kernel), method="fft", on="sm_90", **settings)
+    check_plan(plan)
+    transforms = [step for step in each_step(plan.steps) if isinstance(step, Transform)]
+    spectra = []
+    for transform in transforms:
+        assert len(transform.size) == sum(taps > 1 for taps in kernel[2:]) and transform.size[-1] % 2 == 0
+        assert transform.size == tuple(map(tiles.fast_length, transform.size)), "quick lengths"
+        assert all(length >= taps for length, taps in zip(transform.size, (taps for taps in kernel[2:] if taps > 1)))
+        spectra.append(prod(transform.frequencies) * transform.batch * 8)
+    (own,) = (buffer.nbytes for buffer in plan.workspace if buffer.is_kept)
+    assert own >= 0.9 * max(spectra)
+    (units,) = re.findall(r"([\d,]+) tile\(s\)", plan.reason)
+    assert int(units.replace(",", "")) % (shape[0] * lines) == 0
+
+
+def test_more_frequencies_than_a_batch_holds(monkeypatch):
+    """Each has its product, none two."""
+    monkeypatch.setattr(tiles, "ORDERS", (True,))
+    limit, settings = 1 << 34, {"method": "fft", "on": "sm_90"}
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, array(1, 16, 900, 900), array(16, 16, 251, 251), **settings)
+    check_plan(plan, limit)
+    calls = [step for step in each_step(plan.steps) if isinstance(step, GemmCall)]
+    (frequencies,) = {prod(step.frequencies) for step in plan.steps if isinstance(step, Transform)}
+    assert frequencies > MAX_BATCH and sum(call.batch for call in calls) % frequencies == 0
+    ends = list(accumulate(call.batch * call.c.stride * 8 for call in calls))
+    assert [call.c.at.offset for call in calls] == [0, *ends[:-1]]
