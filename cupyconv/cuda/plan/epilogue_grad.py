@@ -49,7 +49,7 @@ def pass_and_sum(
     sums = problem.sums
     if sums is None or not sums.nbytes:
         return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
-    most_parts = max(1, Buffer.parts_in(problem.limit, sums.nbytes))
+    most_parts = Buffer.parts_in(problem.limit, sums.nbytes)  # `cut` makes one of none
     whole = launch(address(sums), most_parts)
     if whole.grid[0] == 1:
         return [whole], ()
@@ -83,7 +83,7 @@ def cut(
 def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = problem.grad.shape[:2]
     size, images = collapse(problem.images)
-    along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
+    along_channels = all(operand.stride_c == 1 for operand in images)  # of a lone channel it is 0
     if along_channels:
         width = vector_width([_turned(operand) for operand in images], channels)
     else:

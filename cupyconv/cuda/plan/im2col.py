@@ -63,8 +63,8 @@ def im2col_launches(
     """Columns of a chunk, or of everything: one launch for every `MAX_SOURCES` inputs."""
     chunk = chunk or Chunk(0, windows.batch, 0, windows.pixels)
     samples, pixels, itemsize = chunk.samples, chunk.pixels, columns.itemsize
-    aligned = replace(columns, alignment=columns.alignment if columns.offset % VECTOR_BYTES == 0 else 1)
-    width = vector_width((aligned,), VECTOR_BYTES // itemsize)  # the kernel stores a row's tail by itself
+    # The kernel stores a row's tail by itself.  Columns that begin off a boundary have rows that do.
+    width = vector_width((columns,), VECTOR_BYTES // itemsize)
     launches = []
     for begin in range(0, len(xs), MAX_SOURCES):
         part = slice(begin, begin + MAX_SOURCES)

@@ -123,7 +123,7 @@ def vector_width(images: Sequence[Operand], pixels: int) -> int:
 
 def is_along_channels(out: Operand) -> bool:
     """Whether neighbours in memory are channels of a pixel rather than pixels of a channel."""
-    return out.stride_c == 1 and out.shape[1] > 1 and (out.pixels == 1 or out.pixel_stride != 1)
+    return out.stride_c == 1 and (out.pixels == 1 or out.pixel_stride != 1)  # of a lone channel it is 0
 
 
 def bytes_of(images: Iterable[Operand]) -> int:

@@ -26,7 +26,7 @@ def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = problem.grad.shape[:2]
     size, images = collapse(problem.images)
-    along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
+    along_channels = all(operand.stride_c == 1 for operand in images)  # of a lone channel it is 0
     width = 1 if along_channels else vector_width(images, prod(size))
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
     grad, x, *outs = images
