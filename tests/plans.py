@@ -9,8 +9,6 @@ import numpy as np
 from rounds import each_step
 
 import cupyconv
-from cupyconv.cuda.plan.launches import GRID_Y
-from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 from cupyconv.problem.machine import known_gpu
@@ -19,6 +17,10 @@ from cupyconv.problem.recurrence import GATES
 
 GPU = "sm_90"
 INT32 = 2**31 - 1
+#: Of CUDA: the most blocks along y, and along z.
+GRID_Y = 65535
+#: Of cuBLAS: the most matrices of a call.
+MAX_BATCH = 65535
 #: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
 LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}

@@ -22,9 +22,9 @@ import cupyconv
 from cupyconv import ConvLayer
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import chain as chain_cuda
-from cupyconv.cuda.plan import conv_pair
+from cupyconv.cuda.plan import conv_pair, cost
 from cupyconv.cuda.plan.draft import Draft, cheapest
-from cupyconv.cuda.plan.occupancy import blocks_that_fit, resident_blocks
+from cupyconv.cuda.plan.occupancy import blocks_that_fit, registers, resident_blocks
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
@@ -365,22 +365,63 @@ def test_explain_states_what_the_decision_rests_on():
     assert "µs by an unmeasured model" in plan.price
 
 
+def drafts_of(kernels: Any, channels: int, groups: tuple[int, int], dtype: str, on: str, batch: int = 2) -> list[Any]:
+    layers = layers_of(*kernels, channels=channels, groups=groups, dtype=dtype)
+    request = checked_call(cupyconv.conv_chain, image(batch, channels, 30, 31, dtype=dtype), layers, on=on).problem
+    return conv_pair.drafts_of(*request.layers)
+
+
+@pytest.mark.parametrize("kernels", [((1, 1), (3, 3)), ((3, 3), (1, 1))], ids=["1x1 first", "1x1 second"])
 @pytest.mark.parametrize("on", KNOWN_GPUS)
-def test_every_draft_fits_its_gpu(on):
-    gpu = known_gpu(on)
+def test_every_draft_fits_its_gpu(on, kernels):
+    """And its blocks have all pixels of all samples, and all outputs, once; there are no more blocks than work."""
+    gpu, is_small = known_gpu(on), kernels[0] == (1, 1)  # the weight of a dense first layer
+    cases = [(3, (1, 1)), (16, (16, 1)), (48 if is_small else 12, (1, 48 if is_small else 12))]
     for dtype in ("float16", "float32", "float64"):
-        for channels, groups in ((3, (1, 1)), (16, (16, 1)), (48, (1, 48))):
-            layers = layers_of((1, 1), (3, 3), channels=channels, groups=groups, dtype=dtype)
-            request = checked_call(cupyconv.conv_chain, image(2, channels, 30, 31, dtype=dtype), layers, on=on).problem
-            drafts = conv_pair.drafts_of(*request.layers)
+        has_room = is_small and dtype == "float16" and gpu.shared_bytes > 200 << 10
+        for channels, groups in [*cases, *([(100, (1, 1)), (100, (100, 1))] if has_room else [])]:
+            drafts = drafts_of(kernels, channels, groups, dtype, on)
             assert len({(draft.steps[0].kernel, draft.steps[0].params) for draft in drafts}) == len(drafts) > 4
             for draft in drafts:
                 (launch,) = draft.steps
                 params = dict(launch.params)
+                tile, counts, rows = params["tile"][0], params["tiles"], params["outputs_per_block"]
                 assert launch.shared_bytes <= gpu.shared_bytes and min(launch.grid) >= 1
-                assert prod(params["tile"][0]) <= 256 and prod(params["middle_tile"][0]) <= 384
-                assert all(count * part >= 30 for count, part in zip(params["tiles"][1:], params["tile"][0][1:]))
+                assert prod(tile) <= 256 and prod(params["middle_tile"][0]) <= 384
+                assert all(size <= count * part < size + part for size, count, part in zip((1, 30, 31), counts, tile))
+                assert launch.grid[0] <= params["tile_count"] == 2 * prod(counts)
+                blocks = launch.grid[1] if groups[1] == 1 else 1
+                assert channels <= blocks * rows < channels + rows and blocks == launch.grid[1]
+                assert all(part <= size for part, size in zip(tile, (1, 30, 31)))
+                weights = [prod(kernel) * channels * channels // count for kernel, count in zip(kernels, groups)]
+                read = params["tile_count"] * launch.grid[1] * prod(params["x_tile"][0]) * channels
+                asked = launch.blocks * weights[0] + launch.grid[0] * weights[1] + read
+                assert launch.l2_bytes == asked * np.dtype(dtype).itemsize
                 assert draft.cost(gpu).seconds > gpu.launch_seconds
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (16, 1), (1, 16), (16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_tile_that_is_done_by_many_rounds_of_blocks_takes_as_long_each(dtype, groups):
+    """Of every tile: no less than its products at the rate of their arithmetic; samples beyond a round of all blocks take as
+    long as each other, and a block's weights are loaded once.
+    """
+    gpu = known_gpu("sm_90")
+    once, twice, thrice = (
+        {
+            (dict(launch.params)["tile"], dict(launch.params)["outputs_per_block"]): launch
+            for (launch,) in (draft.steps for draft in drafts_of(((3, 3), (3, 3)), 16, groups, dtype, "sm_90", batch))
+        }
+        for batch in (2640, 2 * 2640, 3 * 2640)
+    )
+    assert once.keys() == twice.keys() == thrice.keys() and len(once) > 20
+    for key, launch in once.items():
+        takes = [each[key].arithmetic_seconds for each in (once, twice, thrice)]
+        arithmetic = dict(launch.kernel.macros)["ARITHMETIC"]
+        assert takes[0] > launch.flops / cost.product_rate(arithmetic, dtype, gpu)
+        if all(dict(each[key].params)["tile_count"] % each[key].grid[0] == 0 for each in (once, twice, thrice)):
+            assert takes[2] - takes[1] == pytest.approx(takes[1] - takes[0])
+            assert takes[1] - takes[0] <= takes[0] * (1 + 1e-9)
 
 
 def changed_layers(**changes: Any) -> list[ConvLayer]:
@@ -429,6 +470,14 @@ def test_occupancy_counts_what_is_scarce():
         "conv_pair", (("DTYPE", "float32"), ("ARITHMETIC", "FMA"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE))
     )
     assert resident_blocks(light, 512, 1 << 10, t4) == 2  # 1,024 threads
+    # All shared memory is for one block; from sm_80 on each takes 1 KiB more than it asks for.
+    assert blocks_that_fit(8, 128, h200.shared_bytes, h200) == blocks_that_fit(8, 128, t4.shared_bytes, t4) == 1
+    quarters = [blocks_that_fit(8, 128, gpu.shared_bytes // 4, gpu) for gpu in (t4, known_gpu("sm_80"), h200)]
+    assert quarters == [4, 3, 3]
+    # What the assembler of newer ones takes.
+    macros = (("DTYPE", "float32"), ("ARITHMETIC", "TF32X3"), ("FIRST", DEPTHWISE), ("SECOND", DENSE))
+    before, after = (registers(Kernel("conv_pair", macros), known_gpu(on)) for on in ("sm_90", "sm_100"))
+    assert before < after == registers(Kernel("conv_pair", macros), known_gpu("sm_120"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ each other, the hardware's own numbers, and larger problems.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -487,3 +488,43 @@ def test_back_through_a_layer_its_weight_is_read_once_and_the_gates_of_every_ste
     weight, gates = 4 * size * size * 4, steps * 4 * size * size * 4
     # Gates are read, their gradients written, and read by the next step; beside them are states, of a gate's size each.
     assert weight + 4 * gates <= launch.bytes_moved <= weight + 5 * gates
+
+
+@pytest.mark.parametrize(("inputs", "groups"), [(1, 1), (2, 1), (1, 4)])
+def test_products_of_spectra_move_the_spectra_that_they_name(inputs, groups):
+    """Each input's once, and its part of the weight's; what a second input is added to is read, and written again."""
+    xs, settings = (
+        [array(2, 8 // inputs, 64, 64)] * inputs,
+        {"padding": 8, "groups": groups, "method": "fft", "on": "sm_90"},
+    )
+    plan = cupyconv.explain(cupyconv.conv, xs, array(4, 8 // groups, 17, 17), **settings)
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    weight, products = sizes["spectra of the weight"] // inputs, sizes["products"]
+    assert [launch.bytes_moved for launch in launches(plan, "spectra")] == [
+        sizes["spectra"] + weight + products * (1 + i) for i in range(inputs)
+    ]
+    (finish,) = launches(plan, "finish_tiles")
+    assert finish.bytes_moved == 2 * 2 * 4 * 64 * 64 * 4, "sums that are wanted, and the result"
+    extra = {"residual": array(2, 4, 64, 64)}
+    (more,) = launches(
+        cupyconv.explain(cupyconv.conv, xs, array(4, 8 // groups, 17, 17), **settings, **extra), "finish_tiles"
+    )
+    assert more.bytes_moved == finish.bytes_moved * 3 // 2
+    (several,) = launches(
+        cupyconv.explain(cupyconv.conv, array(2, 8, 500, 500), array(4, 8 // groups, 17, 17), **settings),
+        "finish_tiles",
+    )
+    assert prod(dict(several.params)["tiles"]) > 1 and several.bytes_moved == 2 * 2 * 4 * 500 * 500 * 4
+    back = cupyconv.explain(cupyconv.conv_grad_weight, array(2, 4, 64, 64), xs, 17, **settings)
+    sizes = {buffer.name: buffer.nbytes for buffer in back.workspace}
+    assert [launch.bytes_moved for launch in launches(back, "spectra_gradient")] == [
+        sizes["spectra of the gradient"] + sizes["spectra"] + sizes["products"] // inputs
+    ] * inputs
+
+
+def test_sums_of_two_parts_are_read_by_what_finishes_them():
+    """A real image by a complex weight: real parts and imaginary ones, each as large as half of the result."""
+    x, weight = array(4, 8, 30, 30), array(6, 8, 3, 3, dtype="complex64")
+    plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
+    (launch,) = launches(plan, "epilogue")
+    assert launch.bytes_moved == 2 * 4 * 6 * 30 * 30 * 8

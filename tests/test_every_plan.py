@@ -14,19 +14,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from plans import UNCOSTED, array, check, launches, recurrent_gradient_plan
+from plans import GRID_Y, UNCOSTED, array, check, launches, recurrent_gradient_plan
 from rounds import each_step
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import plan as planned
+from cupyconv.cuda.plan.channels_last import channels_last
 from cupyconv.cuda.plan.implicit_weight_gradient import STAGES
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
 from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
@@ -36,6 +37,7 @@ from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import Address, GemmCall, KernelLaunch, LaunchLoop, Plan, Transform
+from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import GATES
 
 #: Elements of the result, or of what a step writes, that one thread makes at the most: tiles of products have the most.
@@ -65,6 +67,7 @@ SETTINGS = [
 #: How many times the bytes of the arrays that they name launches move, at the least and at the most.
 TIMES = {
     **dict.fromkeys(("channels_last", "conv_pair", "depthwise", "depthwise_weight_gradient", "direct"), (1, 1)),
+    "depthwise_transposed": (1, 1),
     **dict.fromkeys(("epilogue_grad", "exchange_weight", "implicit_gemm", "implicit_weight_gradient"), (1, 1)),
     **dict.fromkeys(("pool", "pool_gradient", "transposed"), (1, 1)),
     **dict.fromkeys(("col2im", "im2col"), (0.8, 1)),  # between the rows of columns are gaps
@@ -85,6 +88,11 @@ LANES = {
     **dict.fromkeys(("depthwise", "depthwise_transposed", "depthwise_weight_gradient", "im2col"), "channel_lanes"),
     "pool": "lanes",
 }
+#: Parameter that says how many channels these lanes share, or squares of them, and the most lanes.
+CHANNELS_OF = {
+    "depthwise": ("outputs", 32), "depthwise_transposed": ("channels", 32),
+    "depthwise_weight_gradient": ("outputs", 32), "im2col": ("squares", 4),
+}  # fmt: skip
 #: Axes of the grids along which the parts of a sum are.
 PARTS = {"weight_gradient": 0, "depthwise_weight_gradient": 0, "implicit_weight_gradient": 1}
 
@@ -209,6 +217,9 @@ def says_what_it_does(plan: Plan) -> None:
         assert ("a matrix product for each frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
     if plan.method == "implicit_gemm":
         assert ("moved first" in reason) == ("channels_last" in kernels)
+        products = [step for step in steps if isinstance(step, KernelLaunch) and step.kernel.name == plan.method]
+        assert len(products) != 1 or (f"each sum in {products[0].grid[1]} parts" in reason) == (products[0].grid[1] > 1)
+        assert all(("activation" in step.purpose) == (step.grid[1] == 1) for step in products)
     assert not re.search(r"\b1 (chunks|runs|parts of)\b", reason)
     if plan.method in ("fused", "unfused"):
         assert (plan.method == "fused") == ("conv_pair" in kernels) == ("in one kernel" in reason)
@@ -243,6 +254,7 @@ def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
         assert threads <= max(1024, 2 * launch.bytes_moved), launch
         assert launch.bytes_moved <= MOST_BYTES[launch.kernel.name] * threads, launch
     assert all(count == 1 or asked for count, asked in zip(launch.grid, axes_asked_for(launch.kernel.name))), launch
+    lanes_have_channels(launch)
     if launch.kernel.name in UNCOSTED:
         assert launch.flops > 0 and launch.arithmetic_seconds == 0
     elif launch.flops:
@@ -253,6 +265,34 @@ def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
     assert launch.l2_bytes == 0 or launch.l2_bytes > 0.1 * launch.bytes_moved, launch
     assert launch.shared_bytes <= gpu.shared_bytes, launch
     assert launch.shared_bytes >= 0 and (not launch.cooperative or launch.blocks <= gpu.multiprocessors)
+
+
+def lanes_have_channels(launch: KernelLaunch) -> None:
+    """Neighbouring threads along channels are as few as have them all, or one, or as many as there may be.
+
+    Blocks along y have the others, none of them nothing; along x there are no more than frequencies.
+    """
+    params, name, (x, y, _) = dict(launch.params), launch.kernel.name, launch.grid
+    if name in CHANNELS_OF:
+        counted, most = CHANNELS_OF[name]
+        lanes, channels = params["channel_lanes"], params[counted]
+        assert lanes == 1 or (lanes < 2 * channels and (lanes >= channels or lanes == most)), launch
+        of_taps = prod(params["windows"][2]) if name == "im2col" else 1
+        assert y == GRID_Y or (y // of_taps - 1) * lanes < channels <= y // of_taps * lanes, launch
+    elif name == "channels_last":
+        lanes, vectors = 1 << params["lanes_shift"], params["padded"] * item_of(launch) // 16
+        assert lanes < 2 * vectors and (lanes >= vectors or lanes == 8), launch
+    elif name in ("epilogue_grad", "prologue_grad"):
+        vectors = -(-params["channels"] // int(dict(launch.kernel.macros).get("WIDTH", "1")))
+        lanes = params["lanes"]
+        assert lanes == 1 or (lanes < 2 * vectors and (lanes >= vectors or lanes == 32)), launch
+    elif name in ("spectra", "spectra_gradient") and x < GRID_X:
+        assert (x - 1) * launch.block < params["frequencies"] <= x * launch.block, launch
+
+
+def item_of(launch: KernelLaunch) -> int:
+    dtype = dict(launch.kernel.macros)["DTYPE"]
+    return ITEMSIZE[dtype] if dtype in ITEMSIZE else int(dtype.removeprefix("bits")) // 8
 
 
 def parts_are_even(launch: KernelLaunch) -> None:
@@ -483,6 +523,37 @@ def test_chains(dtype, on, groups, fuse):
                 assert fuse is True and dtype == "float64" and "bytes of shared memory of a block" in str(refusal)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "on", "kernel"), [("float32", "sm_75", 3), ("float16", "sm_90", 3), ("float32", "sm_90", 9)]
+)
+def test_images_between_layers_take_turns_within_the_limit(dtype, on, kernel):
+    """Two places have room for the largest of every other image, of as many samples as leave the layers half of the limit."""
+    counts = (8, 24, 8, 40, 16, 32, 8)
+    pairs = [(outputs, channels) for channels, outputs in pairwise(counts)]
+    layers = [cupyconv.ConvLayer(array(*pair, kernel, kernel, dtype=dtype), padding=kernel // 2) for pair in pairs]
+    x = array(7, 8, 20, 20, dtype=dtype)
+    images = [400 * count * x.itemsize for count in counts[1:-1]]
+    places = [max(images[slot::2]) for slot in (0, 1)]
+    for limit in (None, 14 * sum(places), 14 * sum(places) - 1, 5 * sum(places), 2 * sum(places), sum(places) // 2):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on=on)
+        assert plan.method == "unfused"
+        said = re.search(r"([\d,]+) chunks of (\d+) samples", plan.reason)
+        samples, allowed = int(said[2]) if said else 7, limit or 256 << 20
+        assert (samples == 7) == (2 * 7 * sum(places) <= allowed)
+        assert samples == 1 or 2 * samples * sum(places) <= allowed
+        assert samples == 7 or 2 * -(-7 // (-(-7 // samples) - 1)) * sum(places) > allowed, "fewer chunks would not fit"
+        own = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+        assert [own["layer[0]"], own["layer[1]"]] == [samples * place for place in places]
+        taken = sum(buffer.space for buffer in plan.workspace if not buffer.of)
+        is_beyond = samples * sum(places) > allowed
+        assert is_beyond == any("beyond the workspace limit" in note for note in plan.notes)
+        assert is_beyond or taken <= allowed
+        assert chunks_of(plan) == -(-7 // samples)
+        written = {at.offset for at in addresses(each_step(plan.steps)) if at.buffer == "out"}
+        assert written >= {first * 400 * counts[-1] * x.itemsize for first in range(0, 7, samples)}
+
+
 @pytest.mark.parametrize("cell", GATES)
 @pytest.mark.parametrize("method", ["step", "persistent"])
 @pytest.mark.parametrize(("dtype", "on"), [("float16", "sm_80"), ("float32", "sm_90"), ("float64", "sm_75")])
@@ -552,14 +623,17 @@ def test_nothing_is_done_for_nothing(size, dtype, order):
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_transpose], ids=["conv", "conv_transpose"])
 def test_a_pre_activation_is_kept_beside_the_result(function, groups, batch):
-    x, weight = array(batch, 8, 12, 12), array(8, 8 // groups, 3, 3)
-    for method in ("direct", "gemm", "implicit_gemm", "fft"):
+    for method, taps in (*product(("direct", "gemm", "implicit_gemm"), (1, 3)), ("fft", 3)):
+        x, weight = array(batch, 8, 12, 12), array(8, 8 // groups, taps, taps)
         settings = {"groups": groups, "activation": "gelu", "method": method, "on": "sm_90"}
         problem: Any = checked_call(function, x, weight, **settings).problem
         out = problem.out if function is cupyconv.conv else problem.outs[0]
         plain, keeping = planned(problem), planned(replace(problem, pre=replace(out, name="pre")))
         assert keeping.minimal_bytes == plain.minimal_bytes + out.nbytes
-        assert keeping.bytes_moved == sum(step.bytes_moved for step in keeping.steps) >= plain.bytes_moved + out.nbytes
+        assert keeping.bytes_moved == sum(step.bytes_moved for step in keeping.steps)
+        # An activation that is a pass of its own anyway reads one and writes the other.
+        more = keeping.bytes_moved - plain.bytes_moved
+        assert (taps > 1) * out.nbytes <= more <= 2 * out.nbytes, (method, taps)
         assert {"pre", "out"} <= {at.buffer for at in addresses(keeping.steps)} or (not batch and not keeping.steps)
 
 
@@ -630,6 +704,48 @@ def test_images_of_few_elements_take_time_to_be_moved():
     check(plan)
 
 
+def test_usual_kernels_of_depthwise_convolutions_are_compiled_for():
+    """Squares of odd sizes, and back through stride 2 of all sizes; the others share a kernel for any, or are no rows of strips."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for size, stride in product(range(1, 9), (1, 2, 3)):
+        x, many, settings = array(8, 64, 30, 30), array(64, 1, size, size), {"stride": stride, "groups": 64}
+        (y,) = checked_call(cupyconv.conv, x, many, **settings, on="sm_90").results
+        scale, grad, few = array(64), array(*y.shape), array(64, 2, size, size)
+        calls: dict[str, Any] = {
+            "alone": (cupyconv.conv, (x, many), settings),
+            "prologue": (cupyconv.conv, (x, many), settings | {"prologue": (scale, None, "relu")}),
+            "groups": (cupyconv.conv, (x, few), settings | {"groups": 32}),
+            "both": (cupyconv.conv, (x, few), settings | {"groups": 32, "prologue": (scale, None, "relu")}),
+            "transposed": (cupyconv.conv_transpose, (x, many), settings),  # at stride 1 it is a convolution
+            "weight": (cupyconv.conv_grad_weight, (grad, x, size), settings),
+        }
+        for name, (function, arguments, given) in calls.items():
+            plan = cupyconv.explain(function, *arguments, **given, method="direct", on="sm_90")
+            kernels = [launch.kernel for launch in launches(plan) if launch.kernel.name.startswith("depthwise")]
+            if any(dict(kernel.macros)["KERNEL"] == str(size) for kernel in kernels):
+                found.setdefault(name, set()).add((size, stride))
+    three, five = {(3, 1), (3, 2)}, {(5, 1), (5, 2)}
+    assert found.pop("alone") == three | five | {(7, 1)} and found.pop("weight") == three | five
+    assert found.pop("transposed") == {(size, 2) for size in range(2, 8)} | {(size, 1) for size in (3, 5, 7)}
+    assert found == {"prologue": three, "groups": three}
+
+
+def test_a_merge_takes_all_shared_memory_that_every_gpu_has_and_needs_matrix_instructions():
+    """A scale and a shift for each of 1,228 channels, eight outputs' weights and their biases are 48 KiB."""
+    for channels, name in ((1228, "merge"), (1232, "direct")):
+        x, scale = array(2, channels, 64), array(channels)
+        weight, prologue = array(8, channels, 1), (scale, scale, "relu")
+        plan = cupyconv.explain(cupyconv.conv, x, weight, prologue=prologue, method="direct", on="sm_90")
+        assert [launch.kernel.name for launch in launches(plan)] == [name]
+        assert name != "merge" or launches(plan)[0].shared_bytes == 48 << 10
+    half = pytest.importorskip("ml_dtypes").bfloat16
+    for dtype, on, name in (("float16", "sm_75", "merge"), (half, "sm_75", "direct"), (half, "sm_80", "merge")):
+        plan = cupyconv.explain(
+            cupyconv.conv, array(2, 8, 64, dtype=dtype), array(8, 8, 1, dtype=dtype), method="direct", on=on
+        )
+        assert launches(plan)[0].kernel.name == name
+
+
 def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Of 64 samples of 64 channels: tens of megabytes."""
     x, small = (array(64, 64, size, size, dtype=dtype, order=order) for size in (56, 28))
@@ -639,6 +755,26 @@ def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], 
         yield cupyconv.conv_transpose, (small, weight), {"stride": 2, "groups": groups}
         yield cupyconv.conv_grad_weight, (x, x, 3), {"padding": 1, "groups": groups}
     yield cupyconv.conv, ([x, x], array(64, 128, 1, 1, dtype=dtype)), {}
+
+
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("channels", [2, 16, 17, 40])
+def test_neighbouring_threads_have_neighbouring_channels(channels, order):
+    """As many as there are, up to a warp, and of columns up to four squares."""
+    x, small = (array(4, channels, size, size, order=order) for size in (24, 12))
+    each, all_of_them = array(channels, 1, 3, 3), array(8, channels, 3, 3)
+    calls: dict[str, Any] = {
+        "depthwise": (cupyconv.conv, (x, each), {"padding": 1, "groups": channels}),
+        "depthwise_transposed": (cupyconv.conv_transpose, (small, each), {"stride": 2, "groups": channels}),
+        "depthwise_weight_gradient": (cupyconv.conv_grad_weight, (x, x, 3), {"padding": 1, "groups": channels}),
+        "im2col": (cupyconv.conv, (x, all_of_them), {"padding": 1}),
+    }
+    for name, (function, arguments, settings) in calls.items():
+        method = "gemm" if name == "im2col" else "direct"
+        plan = holds(checked_call(function, *arguments, **settings, method=method, on="sm_90"))
+        (launch,) = launches(plan, name)
+        few = name == "im2col" and channels == 2
+        assert (dict(launch.params)["channel_lanes"] > 1) == (order == "last" and not few), name
 
 
 @pytest.mark.parametrize("order", ["C", "last"])
@@ -669,6 +805,54 @@ def test_large_problems_leave_no_multiprocessor_idle(dtype, order):
             assert (params[LANES[launch.kernel.name]] > 1) == (order == "last"), launch
     asked = {launch.kernel.name for launch in every}
     assert asked >= {*LANES, "tiles", "spectra", "implicit_weight_gradient", "transposed"}
+
+
+def test_parts_of_a_sum_are_as_many_as_there_is_room_for():
+    """Of a depthwise weight's gradient: three of 9 x 64 float32; of float16, whose sums are wider than it, at the least one."""
+    for dtype, room, parts in (("float32", 3, 3), ("float32", 1, 1), ("float16", 2, 2), ("float16", 1, 1)):
+        grad = array(64, 64, 56, 56, dtype=dtype)
+        with cupyconv.options(workspace_limit=room * 9 * 64 * 4 // 256 * 256 + 256 * (room * 9 * 64 * 4 % 256 > 0)):
+            plan = cupyconv.explain(
+                cupyconv.conv_grad_weight, grad, grad, 3, padding=1, groups=64, method="direct", on="sm_90"
+            )
+        (launch,) = launches(plan, "depthwise_weight_gradient")
+        in_place = parts == 1 and dtype == "float32"
+        assert launch.grid[0] == parts and len(plan.steps) == 2 - in_place
+        assert sum(buffer.nbytes for buffer in plan.workspace) == (0 if in_place else parts * 9 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "groups", "words"),
+    [
+        ("float32", 6, 1, None), ("float32", 6, 2, "channels of a group are no multiple of 4"), ("float32", 8, 2, None),
+        ("float16", 8, 2, "channels of a group are no multiple of 8"), ("float16", 16, 2, None),
+        ("float64", 8, 1, "a chunk of 16 bytes is hardly more than an element"), ("float32", 300, 1, None),
+        ("float32", 4, 1, None), ("float32", 12, 1, None),
+    ],
+)  # fmt: skip
+def test_images_are_moved_where_channels_are_then_read_in_chunks(dtype, channels, groups, words):
+    x, weight = array(1, channels, 12, 12, dtype=dtype), array(groups, channels // groups, 3, 3, dtype=dtype)
+    problem: Any = checked_call(cupyconv.conv, x, weight, groups=groups, on="sm_90").problem
+    if words is not None:
+        with pytest.raises(NotApplicable, match=words):
+            channels_last(problem)
+        return
+    moved, item = channels_last(problem), np.dtype(dtype).itemsize
+    lanes_have_channels(moved.launch)
+    padded = -(-channels * item // 16) * 16
+    assert moved.problem.xs[0].nbytes == 144 * channels * item and moved.buffer.nbytes == 144 * padded
+    (image,) = moved.problem.xs
+    assert [step * item for step in image.strides[1:]] == [item, 144 * padded, 12 * padded, padded]
+    assert image.stride_n * item == moved.buffer.nbytes and moved.problem.geometry.channels == (channels,)
+
+
+def test_images_are_moved_within_the_limit_alone():
+    problem: Any = checked_call(cupyconv.conv, array(1, 8, 16, 16), array(8, 8, 3, 3), on="sm_90").problem
+    for limit in (8193, 8192):
+        with contextlib.ExitStack() as stack:
+            if limit == 8192:  # with nothing left for the weight
+                stack.enter_context(pytest.raises(NotApplicable, match="once more take 8,192 bytes"))
+            channels_last(replace(problem, workspace_limit=limit))
 
 
 @pytest.mark.parametrize("order", ["C", "last"])
@@ -710,6 +894,36 @@ class TestVectors:
             scale = array(x.shape[1], dtype="float32" if dtype == "float16" else dtype)
             plan = PROLOGUE_GRADIENT.checked(given | {"scale": scale}, "sm_90").plan()
             assert self.words(plan, "prologue_grad")["WIDTH"] == width
+
+    def test_of_one_channel(self, dtype, order, lies):
+        """However its step is called, it is pixels that lie side by side."""
+        size, is_whole = 15 if lies == "odd" else 16, lies != "odd"
+        one = array(4, 1, size, size, dtype=dtype, order=order)
+        scale = array(1, dtype="float32" if dtype == "float16" else dtype)
+        usual = {"grad": one, "spatial": 2, "activation": None}
+        sums = EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False, "sums": True}, "sm_90").plan()
+        given = {"x": one, "scale": scale, "shift": None, "sums": None, "through": True}
+        back = PROLOGUE_GRADIENT.checked(usual | given, "sm_90").plan()
+        for plan, kernel in ((sums, "epilogue_grad"), (back, "prologue_grad")):
+            made = self.words(plan, kernel)
+            assert made["WIDTH"] == str(16 // one.itemsize if is_whole else 1) and made["lanes"] == 1
+        pooled = cupyconv.explain(cupyconv.max_pool, array(64, 64, 2, 2, dtype=dtype, order=order), 2, on="sm_90")
+        assert (self.words(pooled, "pool")["lanes"] > 1) == (order == "last")
+
+    def test_of_samples(self, dtype, order, lies):
+        """Two, of which the second begins off a boundary."""
+        x = self.image(dtype, order, "whole")[:2]
+        strides = (x.strides[0] + x.itemsize, *x.strides[1:])
+        residual = np.lib.stride_tricks.as_strided(x, x.shape, strides) if lies == "odd" else x
+        weight = array(32, 32, 3, 3, dtype=dtype)
+        plan = cupyconv.explain(
+            cupyconv.conv, x, weight, residual=residual, activation="gelu", padding=1, method="gemm", on="sm_90"
+        )
+        assert self.words(plan, "epilogue")["residual_vectorized"] == (lies != "odd")
+        if order == "C":
+            weight = array(32, 32, 1, 1, dtype=dtype)
+            merge = cupyconv.explain(cupyconv.conv, x, weight, residual=residual, method="direct", on="sm_90")
+            assert self.words(merge, "merge")["VECTOR"] == ("1" if lies == "odd" else str(16 // x.itemsize))
 
     def test_of_epilogues(self, dtype, order, lies):
         """The result and the columns, which the call allocates, begin on boundaries."""

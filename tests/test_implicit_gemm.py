@@ -800,3 +800,12 @@ def test_the_page():
                   "packed_weight", "cores"):  # fmt: skip
         assert words in page, f"{words!r} is missing in\n{page}"
     assert "tensor cores" in str(plan_for("sm_75", "float16")) and "CUDA cores" in str(plan_for("sm_75"))
+
+
+@pytest.mark.parametrize(("taps", "is_long"), [(29, 0), (30, 1)])
+def test_windows_of_more_taps_than_bits_are_gone_through_another_way(taps, is_long):
+    """One bit for each tap of each axis, 31 of 32: of a row of 29, with one each for the axes of one tap."""
+    x, weight = np.broadcast_to(np.float32(0), (1, 4, 64)), np.broadcast_to(np.float32(0), (4, 4, taps))
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
+    (launch,) = (step for step in plan.steps if getattr(step, "kernel", None) and step.kernel.name == "implicit_gemm")
+    assert dict(launch.params)["steps"][-1] == is_long

@@ -16,9 +16,11 @@ from strategies import conv_cases
 from targets import numpy_target
 
 import cupyconv
+from cupyconv.cuda.plan.conv import access_notes
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
 from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.ops.conv_pullback import PROLOGUE_GRADIENT
+from cupyconv.problem.arrays import operand
 from cupyconv.problem.plan import (
     Address,
     GemmCall,
@@ -305,6 +307,23 @@ def test_rounds_are_equal_to_their_end(kinds, rounds):
 def test_the_page_of_nothing(shape, taps, on):
     plan = cupyconv.explain(cupyconv.conv, np.ones(shape), np.ones((3, 2, taps)), on=on)
     assert "nothing to run: the result is empty" in str(plan) and not plan.workspace
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "alignment", "words"),
+    [
+        ((2, 4, 1, 8, 8), (256, 64, 64, 8, 1), 16, ""),
+        ((2, 4, 1, 8, 8), (256, 1, 256, 32, 4), 16, ""),
+        ((2, 4, 1, 1, 1), (8, 2, 1, 1, 1), 16, "its rows are no whole number of 16-byte vectors: scalar access"),
+        ((2, 4, 1, 8, 8), (640, 160, 160, 16, 1), 16, "its pixels have no one stride, so no GEMM can read it in place"),
+        ((2, 4, 1, 1, 2), (16, 4, 4, 4, 2), 16, "neither pixels nor channels have unit stride: scalar access"),
+        ((2, 4, 1, 8, 8), (256, 64, 64, 8, 1), 8, "not 16-byte aligned: scalar access"),
+        ((2, 4, 1, 7, 9), (252, 63, 63, 9, 1), 16, "its rows are no whole number of 16-byte vectors: scalar access"),
+    ],
+)  # fmt: skip
+def test_what_keeps_an_image_off_the_fast_path_is_noted(shape, strides, alignment, words):
+    image = operand("x", "float32", shape, tuple(4 * step for step in strides), alignment)
+    assert access_notes([image]) == ((f"x: {words}",) if words else ())
 
 
 def test_lost_alignment_is_named():

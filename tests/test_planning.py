@@ -552,6 +552,9 @@ def test_columns_of_many_inputs_are_one_matrix():
         made = plan([array(2, 2, 12, 12)] * count, array(8, 2 * count, 3, 3), method="gemm")
         assert len(gemms(made)) == 1
         assert len(columns_launches(made)) == -(-count // MAX_SOURCES)
+        begins = [dict(launch.params)["columns"].offset for launch in columns_launches(made)]
+        of_table = MAX_SOURCES * 2 * 9 * dict(columns_launches(made)[0].params)["stride_row"] * 4
+        assert begins == [of_table * i for i in range(len(begins))]
 
 
 # Sums of 16-bit types.
@@ -1090,6 +1093,7 @@ def test_numbers_of_two_parts_are_a_real_matrix_where_their_parts_are_columns():
     [
         ((2, 8, 5, 5), "C", False),
         ((2, 8, 5, 5), "last", True),
+        ((2, 2, 5, 5), "last", True),
         ((2, 1, 5, 5), "last", False),
         ((2, 8, 1, 1), "C", True),
         ((2, 1, 1, 1), "C", False),
