@@ -19,15 +19,16 @@ second a planning module takes minutes, and what survives is tried again with mo
 
 What survives and should: a bound that no value meets (``> 1`` and ``> 2`` where a number is never 2, or the larger and
 the smaller of equal ones); what a shortcut saves, where the long way gives the same; a size up to which something is
-kept, planned together or tried; prices of `cost`, which are measurements: tests hold their signs, that they grow as what
-they price does, and which method is cheapest where it is clear, not their digits; words of a message beyond those that
-name the argument and its values; a grid of another size, and blocks of other threads, where the kernel goes on until all
-is done: tests hold that there are threads enough and not far more; a stride along an axis of one element, and a name or a
-place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for any number gives
-the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is compiled, and how much
-shared memory it is given, which tests of compiled kernels hold; what a method raises that every class below has of its own;
-None for False or for an empty text, of which only the truth is asked; where differences alone count, from where they are
-counted, and in which direction.
+kept, planned together or tried; prices of `cost`, which are measurements: tests hold their signs, that they grow as
+what they price does, and which method is cheapest where it is clear, not their digits; words of a message beyond those
+that name the argument and its values; a grid of another size, and blocks of other threads, where the kernel goes on
+until all is done: tests hold that there are threads enough and not far more; a stride along an axis of one element, and
+a name or a place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for
+any number gives the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is
+compiled, how many registers it takes, how much shared memory it is given, and a number that it writes down too, which
+tests of compiled kernels hold; what a method raises that every class below has of its own; None for False or for an
+empty text, of which only the truth is asked; where differences alone count, from where they are counted, and in which
+direction.
 And what half a second is too short for: of what survived that in chunks of a transposed convolution and of a recurrent layer,
 most was killed by tests that run kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
 """

@@ -472,6 +472,20 @@ def test_every_limit_is_kept(function, arguments, settings):
             cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
 
 
+@pytest.mark.parametrize("limit", [200_000, 300_000, 400_000])
+@pytest.mark.parametrize(("x_dtype", "dtype", "order"), [
+    ("float32", "complex64", "C"), ("complex64", "float32", "gaps"), ("float32", "float32", "gaps"), ("float64", "complex128", "gaps"),
+])  # fmt: skip
+def test_a_gathered_weight_and_sums_of_two_parts_count(x_dtype, dtype, order, limit):
+    """A weight that lies with gaps, or whose parts are apart, is in workspace beside columns and sums; a part is as large."""
+    x, weight = array(8, 8, 12, 12, dtype=x_dtype), array(6, 8, 3, 3, dtype=dtype, order=order)
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
+    check(plan, limit)
+    taken = sum(buffer.space for buffer in plan.workspace)
+    assert 2 * taken > limit >= taken and {buffer.name for buffer in plan.workspace} >= {"columns", "gathered weight"}
+
+
 @pytest.mark.parametrize("order", ["C", "last", "gaps"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_pooling_and_columns(dtype, order):
