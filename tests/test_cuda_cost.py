@@ -520,6 +520,8 @@ def test_products_of_spectra_move_the_spectra_that_they_name(inputs, groups):
     assert [launch.bytes_moved for launch in launches(back, "spectra_gradient")] == [
         sizes["spectra of the gradient"] + sizes["spectra"] + sizes["products"] // inputs
     ] * inputs
+    (last,) = launches(back, "finish_weight_tiles")
+    assert last.bytes_moved == 4 * 8 // groups * 17 * 17 * 4 * (dict(last.params)["parts"] + 1)
 
 
 def test_sums_of_two_parts_are_read_by_what_finishes_them():

@@ -223,6 +223,8 @@ def says_what_it_does(plan: Plan) -> None:
     assert not re.search(r"\b1 (chunks|runs|parts of)\b", reason)
     if plan.method in ("fused", "unfused"):
         assert (plan.method == "fused") == ("conv_pair" in kernels) == ("in one kernel" in reason)
+        unstored = sum("is never stored" in note for note in plan.notes)
+        assert (unstored > 0) == ("conv_pair" in kernels) and unstored <= kernels.count("conv_pair")
     if any("no graph captures" in note for note in plan.notes):
         assert "implicit_gemm" not in kernels
     purposes = {step.purpose for step in steps if isinstance(step, KernelLaunch)}
@@ -470,6 +472,17 @@ def test_every_limit_is_kept(function, arguments, settings):
     for enough in asked:
         with cupyconv.options(workspace_limit=enough):
             cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
+
+
+@pytest.mark.parametrize("limit", [500_000, 1_000_000, 2_000_000])
+def test_chunks_of_pixels_are_counted(limit):
+    """Of each of three samples as many, each with a product of its own."""
+    with cupyconv.options(workspace_limit=limit):
+        x, weight = array(3, 8, 200, 200), array(6, 8, 3, 3)
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
+    said = re.search(r"chunks of 1 x (\d+) pixels", plan.reason)
+    assert said and chunks_of(plan) == 3 * -(-40_000 // int(said[1]))
+    assert sum(isinstance(step, GemmCall) for step in each_step(plan.steps)) == chunks_of(plan)
 
 
 @pytest.mark.parametrize("limit", [200_000, 300_000, 400_000])
@@ -732,6 +745,7 @@ def test_usual_kernels_of_depthwise_convolutions_are_compiled_for():
             "both": (cupyconv.conv, (x, few), settings | {"groups": 32, "prologue": (scale, None, "relu")}),
             "transposed": (cupyconv.conv_transpose, (x, many), settings),  # at stride 1 it is a convolution
             "weight": (cupyconv.conv_grad_weight, (grad, x, size), settings),
+            "weight of groups": (cupyconv.conv_grad_weight, (grad, x, size), settings | {"groups": 32}),
         }
         for name, (function, arguments, given) in calls.items():
             plan = cupyconv.explain(function, *arguments, **given, method="direct", on="sm_90")
@@ -879,6 +893,23 @@ def test_sums_of_few_weights_are_in_parts_for_all_multiprocessors(method, order)
     parts = [prod(launch.grid) for launch in launches(plan) if launch.kernel.name in PARTS]
     parts += [sum(step.batch for step in each_step(plan.steps) if isinstance(step, GemmCall))] * (method == "gemm")
     assert parts and min(parts) >= known_gpu("sm_90").multiprocessors
+
+
+@pytest.mark.parametrize("axis", [None, 0, 2, 3, 4])
+def test_channels_of_a_pixel_are_vectors_where_every_pixel_begins_on_a_boundary(axis):
+    """Each sample, plane, row and pixel."""
+    x = array(2, 16, 4, 6, 8, dtype="float16", order="last")
+    strides = [step + x.itemsize * (i == axis) for i, step in enumerate(x.strides)]
+    x = np.lib.stride_tricks.as_strided(x, x.shape, strides)
+    weight = array(16, 16, 1, 1, 1, dtype="float16")
+    layers = [cupyconv.ConvLayer(weight)] * 2
+    (pair,) = launches(cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True, on="sm_90"), "conv_pair")
+    assert dict(pair.params)["x_vectorized"] == (axis is None)
+    weight = array(16, 16, 3, 3, 3, dtype="float16")
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
+    (launch,) = launches(plan, "implicit_gemm")
+    in_place = dict(launch.kernel.macros)["GATHER"] == "ALONG_CHANNELS" and not launches(plan, "channels_last")
+    assert in_place == (axis is None)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
