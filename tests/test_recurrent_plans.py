@@ -250,6 +250,27 @@ def test_a_lone_step_of_two_products_keeps_its_limit():
     assert not cupyconv.explain(cupyconv.gru, array(1, 7, 10), *weights, method="step", on="sm_90").workspace
 
 
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_places_of_layers_of_few_steps_are_in_their_arrays(cell, method, steps):
+    """Of one step no state is carried to another."""
+    weights = array(GATES[cell] * 24, 10), array(GATES[cell] * 24, 24)
+    call = checked_call(getattr(cupyconv, cell), array(steps, 7, 10), *weights, method=method, on="sm_90")
+    hold(call.plan(), spans(call))
+
+
+@pytest.mark.parametrize(("hidden", "whole"), [(48, 1), (46, 0), (45, 0)])
+def test_states_are_loaded_as_vectors_where_their_rows_are_whole_ones(hidden, whole):
+    """And of kernels of many steps alone there is one for gates that have a bound."""
+    weights = array(4 * hidden, 10), array(4 * hidden, hidden)
+    for method, given in (("step", None), ("persistent", "1")):
+        plan = cupyconv.explain(cupyconv.lstm, array(3, 7, 10), *weights, clip=1.0, method=method, on="sm_90")
+        (launch,) = launches(plan, f"recurrent_{method}")
+        assert dict(launch.params)["states_vectorized"] == whole
+        assert dict(launch.kernel.macros).get("GIVEN_GATES") == given
+
+
 def test_float64_of_more_samples_than_a_grid_has_blocks_for():
     """It has one size of tiles, of 16 samples."""
     arrays = [np.broadcast_to(0.0, shape) for shape in ((3, 16 * 65535 + 1, 4), (32, 4), (32, 8))]
