@@ -34,6 +34,7 @@ from cupyconv.numpy.gathered import GatheringStep
 from cupyconv.numpy.gemm import View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
+from cupyconv.numpy.winograd import MEMORY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, ProductsProblem
@@ -340,8 +341,8 @@ def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
     with BACKEND.current():
         run = partial(BACKEND.prepare(plan), arrays)
         run()  # sets up what all runs share, and what regions are read
-        for dtype in ("float32", "float64", "complex64", "complex128"):
-            kept_scratch(np.dtype(dtype))._give_back()
+        for memory in (MEMORY, *map(kept_scratch, map(np.dtype, ("float32", "float64", "complex64", "complex128")))):
+            memory._give_back()
         peak = peak_bytes(run)
     loops = [*loops_of(plan)]
     objects = OBJECTS + OF_A_LOOP * max(0, len(loops) - 1)
