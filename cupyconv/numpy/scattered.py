@@ -163,7 +163,8 @@ class ScatteredLoop(BlockLoop):
         item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
         if problem.factor_alone_is_complex:
-            nbytes += nbytes // 2  # products with the parts of the weight
+            # Products with the parts of the weight; and these, whose elements are apart: NumPy 2.5 copies them.
+            nbytes += columns * channels * (area + geometry.group_outputs) * item // 2
         if columns and not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item

@@ -204,7 +204,8 @@ class ScatteredTaps(ScatteredLoop):
     @property
     def _weight_bytes(self) -> int:
         """Bytes of a tap's weight, which is copied where a product has several."""
-        return self.channels * self.geometry.group_outputs * self.factor_dtype.itemsize
+        nbytes = self.channels * self.geometry.group_outputs * self.factor_dtype.itemsize
+        return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
 
     @property
     def workspace(self) -> int:
