@@ -233,6 +233,21 @@ def test_a_layer_of_a_millisecond_is_divided():
     assert [plan.steps[0].threads for plan in plans] == [1, 2]
 
 
+@pytest.mark.parametrize("method, channels, size", [("direct", 128, 92), ("gemm", 0, 300_000)])
+def test_a_pass_of_a_millisecond_and_a_half_is_divided(method, channels, size):
+    """Channels that are last, scaled, and a merge of inputs."""
+    if channels:
+        x = np.ones((1, size, size, channels), np.float32).transpose(0, 3, 1, 2)
+        weight = np.ones((channels, 1, 3, 3), np.float32)
+    else:
+        x, weight = [np.ones((1, 2, size), np.float32)] * 5, np.ones((16, 10, 1), np.float32)
+    with cupyconv.options(threads=2):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, groups=channels or 1, method=method)
+    (step,) = plan.steps
+    assert step.name == ("scaled pixels" if channels else "merge")
+    assert 1.2e-3 < step.work < 2e-3 and step.threads == 2
+
+
 def test_threads_with_too_little_to_do_cut_no_runs(monkeypatch):
     """A run that is cut for them is short, and an element of it takes twice as long."""
     x, weight = np.ones((1, 32, 16, 16, 16), np.float32), np.ones((32, 1, 3, 3, 3), np.float32)

@@ -38,9 +38,9 @@ REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end, where calls follow one another.  After some milliseconds without one
 #: it takes up to three times as long: most calls of this size are of a row of them, as the layers of a network are.
 WAKE = 110e-6
-#: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
+#: Seconds of work for which another thread is worth waking: of most loops, and of products with Toeplitz matrices.
 #: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
-SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 400e-6, 600e-6
+SHARE, TOEPLITZ_SHARE = 600e-6, 400e-6
 #: How much longer work takes where other cores work too, on the same memory; and such that mostly is products of columns.
 BESIDE_OTHERS, PRODUCTS_BESIDE = 1.25, 1.12
 

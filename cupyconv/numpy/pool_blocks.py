@@ -196,7 +196,7 @@ class Reduction(PoolingStep):
     @classmethod
     def worth_waking(cls, problem: PoolingProblem) -> int:
         elements = sum(prod(operand.shape) for operand in problem.arrays)
-        return cost.worth_waking(problem.host.threads, elements * cost.POOLED, cost.POOL_SHARE)
+        return cost.worth_waking(problem.host.threads, elements * cost.POOLED)
 
     def part(self, axis: int, run: range) -> Any:
         return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))
