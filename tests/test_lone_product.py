@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
+from peak_memory import peak_bytes
 from runs_seen import runs_seen
 
 import cupyconv
@@ -148,6 +149,31 @@ def test_parts_that_an_input_gradient_is_gathered_from(stride, parts, runs, monk
             actual = cupyconv.conv_grad_input(grad, weight, x.shape, **settings)
             np.testing.assert_array_equal(actual, expected)
     assert "gathered" in plan.reason and len(runs) == 3 * parts
+
+
+def test_parts_that_would_keep_much_together_keep_nothing():
+    """What runs them would be too large to be kept, and each call planned anew."""
+    x, weight = np.ones((1, 8, 16, 16), np.float32), np.ones((8, 512, 4, 4), np.float32)
+    settings = dict(stride=4, dilation=3)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, **settings)
+        out = cupyconv.conv_transpose(x, weight, **settings)
+        cupyconv.clear_caches()
+        first, again = (peak_bytes(lambda: cupyconv.conv_transpose(x, weight, **settings, out=out)) for _ in range(2))
+    assert plan.reason.startswith("gathered in 16 parts")
+    assert first <= plan.workspace_bytes + 1_000_000 and again <= plan.workspace_bytes + 40_000
+
+
+def test_what_parts_keep_together_is_counted(monkeypatch):
+    monkeypatch.setattr(interleaved, "plan_interleaved", gathered.plan_gathered)
+    x, weight = np.ones((1, 8, 16, 16), np.float32), np.ones((8, 256, 4, 1), np.float32)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=(4, 1))
+        out = cupyconv.conv_transpose(x, weight, stride=(4, 1))
+        cupyconv.clear_caches()
+        nbytes = peak_bytes(lambda: cupyconv.conv_transpose(x, weight, stride=(4, 1), out=out))
+    assert plan.reason.startswith("gathered in 4 parts")
+    assert 1_000_000 < nbytes <= plan.workspace_bytes + 100_000
 
 
 @pytest.mark.parametrize("taps", [1, 3])

@@ -53,6 +53,8 @@ SHORT_CALL = 256 << 10
 LONE_PIXELS = 256
 #: Bytes of what is made of a weight that never changes, up to which it is kept from run to run.
 KEPT_CONSTANT = 16 << 20
+#: Bytes that a small convolution may keep from call to call: with more, what runs it would be too large to be kept.
+KEPT_MEMORY = 2 << 20
 
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
@@ -184,6 +186,11 @@ class ConvLoop(PixelLoop):
     @property
     def kept_bytes(self) -> int:
         return kept_weight(type(self), self.problem)
+
+    @property
+    def kept_memory(self) -> int:
+        """Bytes of the memory that what `executable` gives keeps from call to call."""
+        return 0
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""

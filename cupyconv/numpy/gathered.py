@@ -22,7 +22,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.choice import by_another
-from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
+from cupyconv.numpy.convolution import KEPT_MEMORY, ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
@@ -84,6 +84,7 @@ class GatheredLoop(GatheringStep):
     output: str
     first_channel: int
     phases: tuple[AxisPhase, ...]
+    keeps: bool = False  # what a run of the convolution sets up, from call to call
 
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps) * is_reached(self.phases)) for axis in self.phases)
@@ -126,8 +127,8 @@ class GatheredLoop(GatheringStep):
 
     @cached_property
     def _convolve(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the convolution, as a call of it alone would: a small one keeps what it sets up."""
-        return self.convolution.executable()
+        """What runs the convolution; as a call of it alone would, which keeps what it sets up, where all parts may."""
+        return self.convolution.executable() if self.keeps else self.convolution.run
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
         """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
@@ -224,8 +225,14 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
+    # All parts together keep no more than one convolution may: a call with more would be planned each time.
+    kept = sum(step.convolution.kept_memory for step in steps if isinstance(step, GatheredLoop))
+    blocks = max(plan.workspace_bytes for plan in plans)
+    if kept <= min(KEPT_MEMORY, max(blocks, problem.limit_with(weight) - weight)):
+        steps = [replace(step, keeps=True) if isinstance(step, GatheredLoop) else step for step in steps]
+        blocks = max(blocks, kept)
     of = ", of its largest part" * (len(plans) > 1)
-    sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
+    sizes = {"weight": weight, "blocks": blocks}
     return by_another(
         problem,
         largest,

@@ -21,6 +21,7 @@ from cupyconv.numpy.backend import lines_apart
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
+    KEPT_MEMORY,
     LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
@@ -58,8 +59,6 @@ FARTHER = 2.0
 LONG_PRODUCT = 256
 #: Bytes of columns up to which one product alone is bound by what is set up for it.
 SMALL = 128 << 10
-#: Bytes that a small product may keep from call to call: with more, what runs it would be too large to be kept.
-KEPT_MEMORY = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,10 @@ class Product(ConvLoop):
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return self.run if self.lone is None else self.lone.run
+
+    @property
+    def kept_memory(self) -> int:
+        return 0 if self.lone is None else self.lone.nbytes
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
         pixels = prod(self.block) * self.x_dtype.itemsize

@@ -194,6 +194,10 @@ class ToeplitzLine(ToeplitzRuns):
         after = end - begin - before - (inside.stop - inside.start)
         return Correlated(slice(low - first, high - first), inside, before, after)
 
+    @property
+    def kept_memory(self) -> int:
+        return super().workspace  # that of the matrix, and more
+
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return LineRun(self).run
 
