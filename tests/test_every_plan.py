@@ -29,7 +29,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import plan as planned
 from cupyconv.cuda.plan.channels_last import channels_last
 from cupyconv.cuda.plan.implicit_weight_gradient import STAGES
-from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
+from cupyconv.cuda.plan.launches import GRID_X
 from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
