@@ -21,7 +21,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.explain import checked_call
-from cupyconv.call.operation import _OPERATIONS, _enough_workspace
+from cupyconv.call.operation import _OPERATIONS, LEAST_WORKSPACE, NEAR, _enough_workspace
 from cupyconv.problem import kept
 
 SHAPES = {
@@ -266,7 +266,7 @@ def test_the_limit_that_a_refusal_names_is_enough(name, on, random, limit):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 63, 64, 5000])
-def test_the_limit_that_a_refusal_names_is_little_more_than_the_least(limit):
+def test_the_limit_that_a_refusal_names_is_near_the_least(limit):
     problem = checked_call(cupyconv.conv, np.ones((1, 1, 4)), np.ones((1, 1, 3))).problem
 
     def plan(problem):
@@ -275,7 +275,7 @@ def test_the_limit_that_a_refusal_names_is_little_more_than_the_least(limit):
 
     for least in (limit + 1, limit + 2, 2 * limit + 7, 1_000_003, 1 << 40):
         enough = _enough_workspace(plan, replace(problem, workspace_limit=limit))
-        assert least <= enough <= least + max(1, least // 31)
+        assert least <= enough <= NEAR * max(LEAST_WORKSPACE, least)
     least = 1 << 63
     assert _enough_workspace(plan, replace(problem, workspace_limit=limit)) is None
 

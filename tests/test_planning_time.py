@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 
 import cupyconv
 from cupyconv import ConvLayer
+from cupyconv.call import operation
+from cupyconv.call.dispatch import planner
 from cupyconv.call.explain import checked_call
 from cupyconv.numpy import chain_tiles
 from cupyconv.numpy.chain_tiles import tiles, tiles_to_plan
@@ -140,20 +143,42 @@ ON_CUDA = CALLS | MANY_PARTS
 def seconds_to_plan(
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], on: str | None = None, **settings: Any
 ) -> float:
-    """Processor time, the best of three; of a refusal too."""
+    """Processor time, the best of three; of a refusal too, up to where planning says no."""
     function, arguments, named = call
     times = []
     with cupyconv.options(**settings):
         for _ in range(3):
             start = time.process_time()
             try:
-                cupyconv.explain(function, *arguments, on=on, **named)
+                call_of(function, *arguments, on=on, **named)
             except ValueError as refusal:
                 assert on or "workspace" in str(refusal) or "take" in str(refusal), refusal
             times.append(time.process_time() - start)
             if times[-1] < MOST / 2:
                 break
     return min(times)
+
+
+def call_of(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    call = checked_call(function, *arguments, **named)
+    planner(call.arguments.backend, call.problem.machine)(call.problem)
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+@pytest.mark.parametrize("limit", [0, 1000])
+@pytest.mark.parametrize("name", CALLS)
+def test_planning_is_asked_a_few_times_for_a_limit_that_is_enough(name, limit, on, monkeypatch):
+    function, arguments, named = CALLS[name]
+    asked = []
+
+    def counted(*of):
+        plan = planner(*of)
+        return lambda problem: asked.append(problem.limit) or plan(problem)
+
+    monkeypatch.setattr(operation, "planner", counted)
+    with cupyconv.options(workspace_limit=limit), contextlib.suppress(ValueError):
+        cupyconv.explain(function, *arguments, on=on, **named)
+    assert 1 <= len(asked) <= 11, asked
 
 
 def slowness(on: str | None = None) -> float:

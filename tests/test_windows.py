@@ -111,10 +111,6 @@ def test_columns_and_tiles_are_of_the_padded_image(seed):
         at: Any = (..., *map(slice, tile.shape[2:]))
         np.testing.assert_array_equal(whole[at], tile)
         assert np.count_nonzero(whole) == np.count_nonzero(tile)
-        step = random.randint(1, 3)
-        first = random.randrange(min(step, tile.shape[4]))
-        some = images.tile(block, first, step)
-        np.testing.assert_array_equal(some[..., : len(range(first, tile.shape[4], step))], tile[..., first::step])
         most = random.randint(1, geometry.taps)
         flat = windows.reshape(len(windows), geometry.taps, -1)
         taken = np.concatenate(
@@ -142,7 +138,6 @@ def test_blocks_are_those_parts_of_the_result(seed):
     geometry, blocks = case.geometry, case.blocks
     image = np.random.default_rng(seed).random((geometry.batch, geometry.out_channels, *geometry.out_size), np.float32)
     written, everything = np.zeros_like(image), [*blocks]
-    tile_of_all = np.empty(case.padded.swapaxes(0, 1).shape, np.float32)
     for block in everything:
         samples, *pixels = case.ranges(block)
         at: Any = tuple(slice(each.start, each.stop) for each in pixels)
@@ -154,9 +149,6 @@ def test_blocks_are_those_parts_of_the_result(seed):
         block.of(written)[...] += expected
         assert block.outputs == own and block.area == prod(block.size) == prod(block.sums_shape[2:])
         assert prod(block.sums_shape) == expected.size
-        first: Any = tuple(each.start * stride for each, stride in zip((samples, *pixels), (1, *geometry.stride)))
-        there = tile_of_all[(slice(None), *(slice(n, None) for n in first))]
-        assert block.begin_in(tile_of_all) == there.ctypes.data - tile_of_all.ctypes.data
         every, shift, of = (
             (random.randint(1, 3) for _ in range(3)),
             [random.randint(-4, 4) for _ in range(3)],

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
+from math import isqrt
 from operator import is_, itemgetter
 from typing import Any
 
@@ -34,8 +35,8 @@ from cupyconv.problem.problems import Problem, UnlikeItsModel
 
 #: Executables kept: of more, the one that was used least recently is let go.
 KEPT = 1024
-#: A limit that no call meets, and the smallest one that an error names.
-UNLIMITED, LEAST_WORKSPACE = 1 << 62, 64
+#: A limit that no call meets, and the smallest one that an error names; up to how many times the least that is.
+UNLIMITED, LEAST_WORKSPACE, NEAR = 1 << 62, 64, 1.25
 
 #: By key.  Two threads that store one key store executables that do the same.
 _executables: Cache[Executable] = Cache(KEPT)
@@ -309,7 +310,7 @@ class CheckedCall:
 
 
 def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int | None:
-    """A limit under which a refused problem has a plan, little more than the least; None where no limit is the reason.
+    """A limit under which a refused problem has a plan, near the least; None where no limit is the reason.
 
     A method knows what it lacks itself, not what the rest of the call has of the limit: so planning is asked.
     """
@@ -321,13 +322,11 @@ def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int 
             return False
         return True
 
-    if not is_enough(UNLIMITED):
+    refused, enough = max(LEAST_WORKSPACE, problem.limit), UNLIMITED
+    if not is_enough(enough):
         return None
-    refused, enough = problem.limit, max(LEAST_WORKSPACE, 2 * problem.limit)
-    while not is_enough(enough):
-        refused, enough = enough, 2 * enough
-    while enough - refused > max(1, enough // 32):
-        middle = (refused + enough) // 2
+    while enough > NEAR * refused:
+        middle = isqrt(refused * enough)  # they may be far apart: halfway in their digits
         refused, enough = (refused, middle) if is_enough(middle) else (middle, enough)
     return enough
 
