@@ -6,9 +6,10 @@ subtracted, is none; and of more samples, channels or outputs there is no less t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ from plans import array
 from strategies import share_of_examples
 from test_every_numpy_plan import ANY, LARGE, Call, by_way, large, loops_of, planned, problem_of, seconds, ways_for
 
-import cupyconv
+import cupyconv.numpy
 from cupyconv.call.explain import checked_call
 from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import BlockLoop
@@ -52,7 +53,7 @@ PRICES = [
 @pytest.fixture
 def prices(monkeypatch):
     """Sets all prices to so much of what they are, or one of `cost` alone."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("cupyconv.numpy.")]
+    modules = [import_module(each.name) for each in iter_modules(cupyconv.numpy.__path__, "cupyconv.numpy.")]
     known = [
         (module, name, value)
         for module in modules

@@ -154,9 +154,9 @@ def shared(work: float, calls: float, parts: int, threads: int, beside: float = 
     return beside * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
 
 
-def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
+def worth_waking(threads: int, work: float, share: float | None = None) -> int:
     """Of so many threads, as many as have a share of the work each for which it is worth to wake them; one at least."""
-    return max(1, min(threads, int(work / share)))
+    return max(1, min(threads, int(work / (share or SHARE))))
 
 
 @lru_cache(maxsize=512)
