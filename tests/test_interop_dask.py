@@ -30,6 +30,7 @@ import cupyconv  # noqa: E402
 from cupyconv.call.operation import Operation  # noqa: E402
 from cupyconv.call.options import current_settings  # noqa: E402
 from cupyconv.interop import dask as interop  # noqa: E402
+from cupyconv.interop.dask_workers import in_threads_of  # noqa: E402
 from cupyconv.numpy.threads import BLAS  # noqa: E402
 
 DTYPES = ("float32", "float64", "complex128")
@@ -306,10 +307,12 @@ def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, resul
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.parametrize("in_out", [True, False])
 def test_arrays_in_memory_are_computed_at_once(image_and_result, results, scheduler, in_out):
-    """By the call in memory, bit for bit; no task is made."""
+    """By the call in memory on as many threads, bit for bit; no task is made."""
     x, weight = image_and_result[0] / 3, np.concatenate([image_and_result[1]] * 2, 1) / 7
     residual = np.cos(np.arange(2 * 4 * 12 * 14.0)).reshape(2, 4, 12, 14)
-    expected = cupyconv.conv([x, x], weight, residual=residual, padding="same")
+    workers = dask.system.CPU_COUNT if scheduler == "threads" else 1
+    call = partial(cupyconv.conv, [x, x], weight, residual=residual, padding="same")
+    expected = in_threads_of(workers, current_settings(), call)
     xs, added = [da.from_array(x, chunks=size) for size in (5, (1, 2, 6, 7))], da.from_array(residual, chunks=5)
     out = np.empty_like(expected) if in_out else None
     y = interop.conv(xs, weight, residual=added, padding="same", out=out)
