@@ -150,7 +150,7 @@ def seconds_to_plan(
         for _ in range(3):
             start = time.process_time()
             try:
-                call_of(function, *arguments, on=on, **named)
+                planned(function, *arguments, on=on, **named)
             except ValueError as refusal:
                 assert on or "workspace" in str(refusal) or "take" in str(refusal), refusal
             times.append(time.process_time() - start)
@@ -159,7 +159,8 @@ def seconds_to_plan(
     return min(times)
 
 
-def call_of(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def planned(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """One plan is made, or refused."""
     call = checked_call(function, *arguments, **named)
     planner(call.arguments.backend, call.problem.machine)(call.problem)
 

@@ -159,7 +159,7 @@ class ScatteredLoop(BlockLoop):
     def workspace(self) -> int:
         """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
         problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
-        area, columns = samples * prod(run), self.columns(geometry)
+        area, columns = self.area, self.columns(geometry)
         item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
         if problem.factor_alone_is_complex:
@@ -364,7 +364,7 @@ class ScatteredRun:
         xs = [read(x[samples.start : samples.stop], at) for x in self.xs]
         size = tuple(map(len, pixels))
         as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.loop.x_dtype
-        if as_it_lies and not self.problem.x_alone_is_complex and xs[0].shape[2:] == size:
+        if as_it_lies and not self.problem.x_alone_is_complex:
             return xs[0][0, first:last].reshape(count, rows, prod(size))
         gathered = self._x.array("x", (count * rows, len(samples), *size))
         offset = 0
