@@ -51,7 +51,7 @@ CLEAR = [
     ("gemm", 4.6, convolution((1, 3, 224, 224), (16, 3, 3, 3), padding=1)),
     ("winograd", 1.3, convolution((16, 128, 7, 7), (128, 128, 3, 3), padding=1)),
     ("gemm", 3.6, convolution((1, 8, 16, 16), (8, 8, 3, 3), padding=1)),
-    ("gemm", 2.1, convolution((2, 48, 27, 27), (96, 48, 5, 5), padding=2)),
+    ("winograd", 1.3, convolution((2, 48, 27, 27), (96, 48, 5, 5), padding=2)),
     ("gemm", 2.9, convolution((1, 96, 17, 17), (128, 96, 7, 1), padding=(3, 0))),
     ("gemm", 15.0, convolution((1, 16, 112, 112), (16, 16, 1, 1))),
     ("gemm", 1.9, convolution((1, 128, 56, 56), (128, 128, 3, 3), stride=2, padding=1)),
@@ -152,7 +152,7 @@ PROBLEM: Any = checked_call(conv, zeros(1, 4, 9, 9), zeros(4, 4, 3, 3)).problem
 #: Prices of so many elements, and what else they are asked with.
 OF_ELEMENTS = {
     "dot": (PROBLEM,), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
-    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8, 2),
+    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8, (1, 3, 3)),
     "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
     "scaled_apart": (PROBLEM,),
 }  # fmt: skip
@@ -181,7 +181,12 @@ def test_what_makes_an_element_take_longer():
         cost.added(1e6, "float32") < cost.added(1e6, "float32", apart=True) < cost.added(1e6, "complex128", apart=True)
     )
     assert cost.added_to_windows(1e6, "float32", 16, False) < cost.added_to_windows(1e6, "float32", 16, True)
-    assert cost.transformed(1e6, 1, 2) > 2 * cost.transformed(1e6, 32, 2) > 2 * cost.transformed(1e6, 320, 2)
+    kernel = 1, 3, 3
+    assert (
+        cost.transformed(1e6, 1, kernel)
+        > 2 * cost.transformed(1e6, 32, kernel)
+        > 2 * cost.transformed(1e6, 320, kernel)
+    )
     assert (
         cost.fourier(1e6, 4, PROBLEM, True)
         < cost.fourier(1e6, 8, PROBLEM, True)

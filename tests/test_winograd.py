@@ -22,6 +22,13 @@ CASES = {
     "3 x 1": ((2, 3, 9, 8), (4, 3, 3, 1), dict(padding=((1, 1), (2, 0)))),
     "1 x 3": ((2, 3, 9, 8), (4, 3, 1, 3), {}),
     "3 x 1 x 3": ((1, 3, 6, 5, 7), (4, 3, 3, 1, 3), dict(padding=1)),
+    "2 x 2": ((2, 3, 13, 11), (4, 3, 2, 2), dict(padding=1)),
+    "4 x 5": ((1, 3, 12, 22), (5, 3, 4, 5), dict(padding=2)),
+    "5 x 5 groups": ((3, 6, 9, 8), (8, 3, 5, 5), dict(groups=2, padding=2)),
+    "5 x 2 dilation": ((1, 3, 17, 20), (4, 3, 5, 2), dict(dilation=(2, 3), padding=3)),
+    "1-D of 4": ((2, 5, 37), (7, 5, 4), dict(padding=((2, 0),))),
+    "5 x 1 x 4": ((1, 3, 6, 5, 17), (4, 3, 5, 1, 4), dict(padding=2)),
+    "2 x 3 x 4": ((1, 3, 6, 5, 7), (4, 3, 2, 3, 4), {}),
     "groups": ((2, 6, 9, 8), (8, 3, 3, 3), dict(groups=2, padding=1)),
     "depthwise": ((2, 4, 9, 8), (4, 1, 3, 3), dict(groups=4, padding=1)),
     "dilation": ((1, 3, 17, 20), (4, 3, 3, 3), dict(dilation=(3, 2), padding=2)),
@@ -102,12 +109,13 @@ def test_everything_around_a_convolution():
 # --- accuracy -------------------------------------------------------------------------------------------------
 
 
-def test_the_matrices_are_an_identity():
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_the_matrices_are_an_identity(count):
     """y = A' ((G w) * (B' x)), and no transform of x or w is larger than its largest element."""
-    inputs, taps, outputs = transforms()
+    inputs, taps, outputs = transforms(count)
     rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((6, 1000)), rng.standard_normal((3, 1000))
-    expected = sum(w[t] * x[t : t + 4] for t in range(3))
+    x, w = rng.standard_normal((6, 1000)), rng.standard_normal((count, 1000))
+    expected = sum(w[t] * x[t : t + 7 - count] for t in range(count))
     np.testing.assert_allclose(outputs @ ((taps @ w) * (inputs @ x)), expected, atol=1e-13)
     for matrix in (inputs, taps):
         np.testing.assert_allclose(abs(matrix).sum(1), 1, rtol=1e-15)
@@ -124,6 +132,7 @@ SPREAD = {
 @pytest.mark.parametrize("kind", SPREAD)
 @pytest.mark.parametrize("x, weight", [
     ((2, 64, 500), (64, 64, 3)), ((1, 64, 30, 30), (64, 64, 3, 3)), ((1, 16, 14, 14, 14), (16, 16, 3, 3, 3)),
+    ((2, 64, 500), (64, 64, 5)), ((1, 64, 30, 30), (64, 64, 2, 2)), ((1, 64, 30, 30), (64, 64, 4, 5)),
 ])  # fmt: skip
 def test_errors_are_bounded_by_the_largest_sum(kind, x, weight):
     """What the docstrings promise, against float64."""
@@ -201,8 +210,8 @@ def test_infinities_in_a_weight_gradient():
     (np.ones((1, 4, 9, 9), np.float16), np.ones((4, 4, 3, 3), np.float16), {}, "float32"),
     (np.ones((1, 4, 9, 9), np.complex64), np.ones((4, 4, 3, 3), np.complex64), {}, "float32"),
     (normal(1, 4, 9, 9), normal(4, 4, 3, 3), dict(stride=2), "stride 1"),
-    (normal(1, 4, 9, 9), normal(4, 4, 5, 3), {}, "3 taps"),
-    (normal(1, 4, 9, 9), normal(4, 4, 1, 1), {}, "3 taps"),
+    (normal(1, 4, 9, 9), normal(4, 4, 6, 3), {}, "2 to 5 taps"),
+    (normal(1, 4, 9, 9), normal(4, 4, 1, 1), {}, "2 to 5 taps"),
 ])  # fmt: skip
 def test_what_it_is_not_for_is_refused_by_name_and_never_chosen(x, weight, settings, words):
     with pytest.raises(ValueError, match=f"method 'winograd' does not apply: .*{words}"):
@@ -240,10 +249,20 @@ def test_sums_of_integers_are_exact_where_it_is_forbidden():
         assert (cupyconv.conv(x, weight, padding=1) == exact).all()
 
 
-def test_a_strided_input_gradient_is_refused():
-    x, weight = normal(1, 4, 9, 9), normal(4, 4, 3, 3)
+@pytest.mark.parametrize("taps", [3, 5, 10])
+def test_phases_of_a_strided_input_gradient_are_outputs(taps):
+    """Of half as many taps: 2, 3 and 5."""
+    x, weight = normal(2, 4, 25, 24), normal(4, 4, taps, taps)
+    grad = cupyconv.conv(x, weight, stride=2, padding=1)
+    expected = reference_gradients.conv_grad_input(grad, weight, x.shape, stride=2, padding=1)
+    actual = cupyconv.conv_grad_input(grad, weight, x.shape, method="winograd", stride=2, padding=1)
+    assert_close(actual, expected, np.float32, 4 * taps**2, factor=4)
+
+
+def test_phases_of_too_many_taps_are_refused():
+    x, weight = normal(1, 4, 25, 24), normal(4, 4, 11, 11)
     grad = cupyconv.conv(x, weight, stride=2)
-    with pytest.raises(ValueError, match="method 'winograd' does not apply: "):
+    with pytest.raises(ValueError, match=r"method 'winograd' does not apply: .*2 to 5 taps"):
         cupyconv.conv_grad_input(grad, weight, x.shape, method="winograd", stride=2)
 
 

@@ -47,8 +47,8 @@ class options(AbstractContextManager["Settings"]):
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
     allow_winograd : bool
-        On NumPy, let float32 convolutions with kernels of three taps be computed by Winograd's F(4, 3) where that is
-        faster.  Sums of integers are then not exact, and errors are bounded normwise: by 4e-6 times the largest sum of
+        On NumPy, let float32 convolutions with kernels of 2 to 5 taps along an axis be computed by Winograd's method
+        where that is faster.  Sums of integers are then not exact, and errors are bounded normwise: by 4e-6 times the largest sum of
         ``abs(weight * x)`` of all results, not times each result's own.  On random data they are 1.5, 4 and 9 times
         those of sums of products, along one, two and three axes.  Infinities and NaN are where the definition has them.
         False forbids it, by name too.

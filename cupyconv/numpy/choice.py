@@ -64,8 +64,8 @@ def winograd_refusal(problem: ProductsProblem) -> str:
         return "options(allow_winograd=False) forbids it"
     if not problem.x_dtype == problem.factor_dtype == problem.dtype == "float32":
         return "it is for float32: in other dtypes its rounding errors or its products cost too much"
-    if geometry.stride != (1, 1, 1) or not {3} <= {*geometry.kernel} <= {1, 3}:
-        return "it is for stride 1, and kernels of 3 taps along some axes and 1 along the others"
+    if geometry.stride != (1, 1, 1) or geometry.taps == 1 or max(geometry.kernel) > cost.MOST_TAPS:
+        return f"it is for stride 1, and kernels of 2 to {cost.MOST_TAPS} taps along some axes and 1 along the others"
     return ""
 
 

@@ -374,6 +374,8 @@ def exchanged(elements: float) -> float:
 
 # --- Winograd's transforms ------------------------------------------------------------------------------------
 
+#: Elements of a tile along an axis of more than one tap, and the most taps of windows in it.
+TILE, MOST_TAPS = 6, 5
 #: Seconds of an element of a tile that is transformed, and elements that a row is as if it were longer by.
 TRANSFORM, SHORT_ROW = 150e-12, 32
 #: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
@@ -382,14 +384,23 @@ TRANSFORM_WEIGHT, ARRANGE = 550e-12, 0.9e-9
 ROW_OF_GROUP = 3e-9
 
 
+def tile_outputs(taps: int) -> int:
+    """Windows of so many taps in a tile, along their axis; where that has one tap it is not tiled."""
+    return 1 if taps == 1 else TILE + 1 - taps
+
+
 def winograd_calls(geometry: ConvGeometry) -> int:
     """Calls of a block, and of the weight."""
-    return 12 + 6 * sum(taps == 3 for taps in geometry.kernel)
+    return 12 + 6 * sum(taps > 1 for taps in geometry.kernel)
 
 
-def transformed(elements: float, channels: int, axes: int) -> float:
-    """Elements of tiles, of so many channels, and back; before the last of the axes there are two thirds as many."""
-    written = elements * sum((2 / 3) ** i for i in range(axes))
+def transformed(elements: float, channels: int, kernel: Sequence[int]) -> float:
+    """Elements of tiles, of so many channels, and back; before they are transformed along an axis they are fewer."""
+    written, left = 0.0, elements
+    for taps in kernel:
+        if taps > 1:
+            written += left
+            left *= tile_outputs(taps) / TILE
     return written * (1 + SHORT_ROW / max(1, channels)) * TRANSFORM
 
 
@@ -468,11 +479,12 @@ def _at_the_least(work: float, calls: float, problem: ProductsProblem) -> float:
 def least_winograd(problem: ProductsProblem) -> float:
     """What Winograd's method takes at the least: the transforms of tiles that no image cuts, and of the weight."""
     geometry = problem.geometry
-    axes = sum(taps == 3 for taps in geometry.kernel)
+    products = TILE ** sum(taps > 1 for taps in geometry.kernel)
+    elements = geometry.batch * geometry.pixels * products / prod(map(tile_outputs, geometry.kernel))
     channels = geometry.in_channels + geometry.out_channels
-    work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels, axes)
+    work = transformed(elements * channels, channels, geometry.kernel)
     if not problem.weight_is_constant:
-        work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
+        work += transformed_weight(geometry.out_channels * geometry.group_channels, products, geometry.taps)
     return _at_the_least(work, winograd_calls(geometry), problem)
 
 

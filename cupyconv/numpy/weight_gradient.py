@@ -41,7 +41,6 @@ from cupyconv.numpy.winograd_tiles import (
     in_turn,
     in_turn_bytes,
     products_of,
-    transforms_float32,
     weight_transform,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -292,11 +291,11 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     ::
 
-        dW [3]  =  G' [3, 6]  sum over tiles of ( (A [6, 4] grad)  *  (B' [6, 6] x) )        along every axis of three taps
+        dW [r]  =  G' [r, 6]  sum over tiles of ( (A [6, m] grad)  *  (B' [6, 6] x) )        along every axis of r taps
     """
 
     name = "Winograd"
-    words = "F(3, 4) along axes of three taps: 6 products for 4 pixels, where columns take 12"
+    words = "F(r, 7 - r) along axes of r taps: 6 products a tile, where columns take r for each of its pixels"
     products_are_summed = False
 
     @property
@@ -326,33 +325,37 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
     def _shapes(self, tiling: Tiling) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """The arrays from what is read of the inputs, and from the gradient, to their tiles."""
         outputs = self.geometry.groups * (self.rows or self.geometry.group_outputs)
-        return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, 0)
+        return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, overlap=False)
 
     def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
         return super().images(arrays, MEMORY)  # so columns, where there are any, lie where the tiles did
 
+    @property
+    def product_memory(self) -> Scratch:
+        return MEMORY
+
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
-        geometry, matrices, tiling = self.geometry, transforms_float32(), self.tiling_of(block)
+        geometry, tiling = self.geometry, self.tiling_of(block)
         ((grad, sums),) = pairs
         inputs, grads = self._shapes(tiling)
         whole_inputs, whole_grads = self._shapes(self.tiling)
         memory = in_turn(MEMORY, inputs, whole_inputs)
         image = next(memory)
         images.read_tile(block, channels_first(image))
-        x = by_group(tiling.transform(matrices.inputs, image, memory).computed(), geometry.groups)
+        x = by_group(tiling.transform(image, memory).computed(), geometry.groups)
         memory = in_turn(MEMORY, grads, whole_grads, ("grad", "grad tiles"))
         image = next(memory)
         if tiling.is_cut:
             image.fill(0)
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
         image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
-        factor = by_group(tiling.transform(matrices.outputs.T, image, memory).computed(), geometry.groups)
+        factor = by_group(tiling.transform(image, memory, overlap=False).computed(), geometry.groups)
         for piece in parts_of(sums.shape[1], self.piece):
             shape = (len(x), geometry.groups, piece.stop - piece.start, geometry.group_channels)
             products = np.matmul(factor[..., piece].swapaxes(2, 3), x, out=MEMORY.array("products", shape))
-            taps = np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), prod(shape[1:])))
+            taps = run.scratch("product", (geometry.taps, prod(shape[1:])))  # where one of columns would lie
+            np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), -1), out=taps)
             if not np.isfinite(taps.sum()):
-                del taps  # a product of columns takes as much
                 rest = slice(piece.start, None)
                 self._add_columns(run, block, images, grad[:, rest], sums[:, rest], is_first)
                 return
@@ -362,7 +365,6 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
                 target[...] = product
             else:
                 target += product
-            del taps, product  # before those of the next
 
     def _add_columns(
         self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, sums: np.ndarray, is_first: bool

@@ -143,6 +143,11 @@ class WeightGradientLoop(PixelLoop):
         }
         return loops, sizes
 
+    @property
+    def product_memory(self) -> Scratch:
+        """Memory for products, of a run."""
+        return Scratch(np.result_type(self.x_dtype, self.factor_dtype), self.rounds)
+
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
         """Bytes of a product of one output per group, beside what `columns_bytes` counts."""
@@ -228,7 +233,7 @@ class WeightRun:
         by_group = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
         self._out = by_group[:, self._rows]
         self._grad_scratch = [Scratch(loop.factor_dtype, loop.rounds) for _ in self.grads]
-        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.factor_dtype), loop.rounds)
+        self._product_scratch = loop.product_memory
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""

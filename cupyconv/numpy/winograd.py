@@ -1,11 +1,11 @@
-"""Winograd's F(4, 3) along every axis of three taps: 6 products for 4 outputs, where a sum over taps takes 12.
+"""Winograd's F(7 - r, r) along every axis of r = 2 to 5 taps: of 3 taps 6 products for 4 outputs, where a sum takes 12.
 
 (Winograd, "Arithmetic Complexity of Computations", 1980; Lavin and Gray, "Fast Algorithms for Convolutional Neural
 Networks", CVPR 2016.)  Of the two matrices a tile is multiplied by, and of their products, along one axis:
 
 ::
 
-    y [4]  =  A' [4, 6]  ( (G [6, 3] w)  *  (B' [6, 6] x) )         y: outputs, x: the inputs they read, w: taps
+    y [m]  =  A' [m, 6]  ( (G [6, r] w)  *  (B' [6, 6] x) )         y: m = 7 - r outputs, x: what they read, w: taps
 
     x, padded  [samples, d, h, w, channels]      channels last: a transform is then one batched product, whose
        | B' along w, h, d                        batch are overlapping windows, and all behind the axis its columns
@@ -57,7 +57,6 @@ from cupyconv.numpy.winograd_tiles import (
     tiled_axes,
     tiles_along,
     tiles_block,
-    transforms_float32,
     weight_transform,
 )
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -129,7 +128,7 @@ class TiledLoop(PixelLoop):
         elements = (
             self.blocks * self.block_tiles * products_of(geometry) * (geometry.in_channels + geometry.out_channels)
         )
-        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels, len(tiled_axes(geometry)))
+        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels, geometry.kernel)
         read = self.blocks * prod(tile_shape(geometry, geometry.in_channels, self.block))
         return work + cost.transposed(read + geometry.batch * geometry.pixels * geometry.out_channels)
 
@@ -195,10 +194,10 @@ class Steps(NamedTuple):
 
 
 class Winograd(TiledLoop, ConvLoop):
-    """Tiles of 4 outputs along every axis of three taps."""
+    """Tiles of six elements along every axis of more than one tap."""
 
     name = "Winograd"
-    words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
+    words = "F(7 - r, r) along axes of r taps: 6 products a tile, where columns take r for each of its outputs"
 
     @cached_property
     def makes_rows(self) -> bool:
@@ -304,7 +303,7 @@ class Winograd(TiledLoop, ConvLoop):
         geometry, tiling = self.geometry, self.tiling_of(block)
         memory = in_turn(scratch, self._shapes(tiling), self._shapes(self.tiling))
         image = next(memory)
-        forward, tiles = tiling.transform(transforms_float32().inputs, image, memory)
+        forward, tiles = tiling.transform(image, memory)
         products = next(memory)
         rows: list[Rows] = []
         if self.makes_rows:

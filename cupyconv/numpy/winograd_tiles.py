@@ -1,10 +1,10 @@
-"""Tiles of Winograd's F(4, 3): the matrices, and the products of them that bring an image to tiles and back.
+"""Tiles of Winograd's F(m, r): the matrices, and the products of them that bring an image to tiles and back.
 
 ::
 
-    x      [samples, d, h, w, channels]    windows of 6 elements every 4 along an axis, each one product with B' [6, 6]
-    V, M   [6 6 6, tiles, channels]
-    y      [samples, outputs, d, h, w]     along d and h with A' [4, 6]; along w, a few tiles at a time:
+    x      [samples, d, h, w, channels]    windows of 6 elements every m along an axis, each one product with B' [6, 6]
+    V, M   [6 6 6, tiles, channels]        m = 7 - r along an axis of r taps
+    y      [samples, outputs, d, h, w]     along d and h with A' [m, 6]; along w, a few tiles at a time, of 3 taps:
 
         (6 products x 4 tiles, outputs)^T  times  (6 x 4, 16 pixels)       A' for each tile, zeros elsewhere
 
@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.cost import TILE, tile_outputs
 from cupyconv.numpy.windows import BlockSize
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 
-TAPS, OUTPUTS, INPUTS = 3, 4, 6
 FLOAT32 = np.dtype(np.float32)
 #: Names of a block's memory: two take turns, and there are sums that are not the result.
 BUFFERS = "columns", "tile", "sums"
@@ -36,50 +36,48 @@ SEGMENT = 16
 
 
 class Transforms(NamedTuple):
-    """The matrices along one axis, in float64."""
+    """The matrices along one axis."""
 
     inputs: np.ndarray  # B' [6, 6]
-    taps: np.ndarray  # G [6, 3]
-    outputs: np.ndarray  # A' [4, 6]
+    taps: np.ndarray  # G [6, r]
+    outputs: np.ndarray  # A' [m, 6]
 
 
-@lru_cache(maxsize=1)
-def transforms() -> Transforms:
-    """F(4, 3) at the points 0, +-1/r, +-r and infinity, where r = sqrt(2).
+#: All points but infinity.
+_POINTS = np.array([0, sqrt(1 / 2), -sqrt(1 / 2), sqrt(2), -sqrt(2)])
+
+
+@lru_cache(maxsize=8)
+def transforms(taps: int) -> Transforms:
+    """F(m, r) at the points 0, +-sqrt(1/2), +-sqrt(2) and infinity for r = `taps`, in float64.
 
     A row of B' has the coefficients of the product of (x - q) over all other points q; rows of G and of A have powers of
     their point, and that product's value at the point divides.
     """
-    r = sqrt(2)
-    points = (0, 1 / r, -1 / r, r, -r)
-    inputs = np.array(
-        [
-            [1, 0, -2.5, 0, 1, 0],
-            [0, -r, -2, 1 / r, 1, 0],
-            [0, r, -2, -1 / r, 1, 0],
-            [0, -1 / r, -0.5, r, 1, 0],
-            [0, 1 / r, -0.5, -r, 1, 0],
-            [0, 1, 0, -2.5, 0, 1],
-        ]
-    )
-    values = np.array([1, -1.5, -1.5, 6, 6, 1])
-    taps = np.array([[p**i for i in range(TAPS)] for p in points] + [[0, 0, 1]])
-    outputs = np.array([[p**i for i in range(OUTPUTS)] for p in points] + [[0, 0, 0, 1]])
-    scales = abs(inputs).sum(1), abs(taps).sum(1)
-    return Transforms(
-        inputs / scales[0][:, None], taps / scales[1][:, None], (outputs.T * (scales[0] * scales[1] / values))
-    )
+    inputs, values = np.zeros((TILE, TILE)), np.ones(TILE)
+    for i, point in enumerate(_POINTS):
+        others = np.delete(_POINTS, i)
+        inputs[i, :-1], values[i] = np.poly(others)[::-1], np.prod(point - others)
+    inputs[-1] = np.poly(_POINTS)[::-1]
+    inputs = inputs.round(12)  # what is zero, exactly
+
+    def powers(count: int) -> np.ndarray:
+        return np.vstack([_POINTS[:, None] ** np.arange(count), np.eye(count)[-1]])
+
+    weights, sums = powers(taps), powers(tile_outputs(taps))
+    scales = abs(inputs).sum(1), abs(weights).sum(1)
+    return Transforms(inputs / scales[0][:, None], weights / scales[1][:, None], sums.T * (prod(scales) / values))
 
 
-@lru_cache(maxsize=1)
-def transforms_float32() -> Transforms:
-    return Transforms(*(matrix.astype(np.float32) for matrix in transforms()))
+@lru_cache(maxsize=8)
+def transforms_float32(taps: int) -> Transforms:
+    return Transforms(*(matrix.astype(np.float32) for matrix in transforms(taps)))
 
 
 @lru_cache(maxsize=8)
 def weight_transform(kernel: Triple) -> np.ndarray:
     """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
-    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in kernel]
+    along = [transforms(taps).taps if taps > 1 else np.ones((1, 1)) for taps in kernel]
     return reduce(np.kron, along).astype(np.float32)
 
 
@@ -113,52 +111,63 @@ class Tiling:
 
     def __init__(self, geometry: ConvGeometry, block: BlockSize) -> None:
         self.axes = tiled_axes(geometry)
+        self._taps = geometry.kernel
+        self._outputs = [tile_outputs(taps) for taps in geometry.kernel]
         self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
         self._samples = block[0]
         self._counts = tiles_along(geometry, block)
         #: Whether tiles reach further than the block.
         self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
         #: Tiles side by side that are transformed back at a time, into rows of a result; 0 where these are copied.
-        self._segment = SEGMENT // (OUTPUTS * self.phases[2]) if len(self.axes) > 1 and 2 in self.axes else 0
+        step = self._outputs[2] * self.phases[2]
+        self._segment = SEGMENT // step if len(self.axes) > 1 and 2 in self.axes else 0
 
-    def _pixels(self, per_tile: int, beside: int) -> list[int]:
-        return [
-            (count * per_tile + beside) * phases if axis in self.axes else count
-            for axis, (count, phases) in enumerate(zip(self._counts, self.phases))
-        ]
-
-    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[Shape]:
-        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too."""
-        sizes, products = self._pixels(OUTPUTS, beside), 1
+    def transformed(self, channels: int, overlap: bool = True) -> list[Shape]:
+        """The shapes from an image to what products take; where tiles overlap, each reads some of the next one's elements."""
+        sizes, products = (
+            [
+                (count * outputs + overlap * (taps - 1)) * phases
+                for count, outputs, taps, phases in zip(self._counts, self._outputs, self._taps, self.phases)
+            ],
+            1,
+        )
         shapes: list[Shape] = [(products, self._samples, *sizes, channels)]
         for axis in reversed(self.axes):
             sizes[axis] = self._counts[axis] * self.phases[axis]
-            products *= INPUTS
+            products *= TILE
             shapes.append((products, self._samples, *sizes, channels))
         return shapes
 
     def back(self, channels: int, is_into_rows: bool = False) -> list[Shape]:
         """The shapes from products to an image of the outputs, or to what becomes rows of a result."""
-        shapes = self.transformed(channels, 0)[::-1]
+        shapes = self.transformed(channels, overlap=False)[::-1]
         return shapes[:-1] if is_into_rows and self._segment else shapes
 
-    def transform(self, matrix: np.ndarray, image: np.ndarray, memory: Iterator[np.ndarray]) -> Products:
-        """The tiles of an image, times a matrix along every axis."""
+    def transform(self, image: np.ndarray, memory: Iterator[np.ndarray], overlap: bool = True) -> Products:
+        """The tiles of an image, times B' along every axis; times A where they do not overlap."""
         products: list[Product] = []
         for axis in reversed(self.axes):
-            windows, image = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
+            matrices = transforms_float32(self._taps[axis])
+            matrix = matrices.inputs if overlap else matrices.outputs.T
+            windows, image = self._windows(image, axis, matrix.shape[1]), next(memory)
             products.append((matrix, windows, _products(image, windows.shape)))
         return Products(products, image)
+
+    def _windows(self, image: np.ndarray, axis: int, extent: int) -> np.ndarray:
+        """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
+        before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
+        tiles, phases, row = self._counts[axis], self.phases[axis], behind * image.itemsize
+        strides = size * row, self._outputs[axis] * phases * row, row, phases * row, image.itemsize
+        return np.ndarray((before, tiles, phases, extent, behind), image.dtype, image, 0, strides)
 
     def transform_back(
         self, image: np.ndarray, memory: Iterator[np.ndarray], axes: Sequence[int] | None = None
     ) -> Products:
         """An image of the outputs of all tiles: products times a matrix along every axis, or along some."""
-        matrix = transforms_float32().outputs
         products = []
         for axis in self.axes if axes is None else axes:
-            tiles, image = image, next(memory)
-            windows = _windows(image, axis, self.phases[axis], OUTPUTS)
+            matrix, tiles, image = transforms_float32(self._taps[axis]).outputs, image, next(memory)
+            windows = self._windows(image, axis, len(matrix))
             products.append((matrix, _products(tiles, windows.shape), windows))
         return Products(products, image)
 
@@ -183,22 +192,23 @@ class Tiling:
         *outer, axis = self.axes[:-1]
         products, image = self.transform_back(image, memory, outer)
         place = next(memory).reshape(-1)
-        matrix, phases, own = transforms_float32().outputs, self.phases[axis], self.phases[2]
+        matrix, phases, own = transforms_float32(self._taps[axis]).outputs, self.phases[axis], self.phases[2]
+        outputs, of_row = self._outputs[axis], self._outputs[2]
         (samples, *sizes), channels = image.shape[1:5], image.shape[5]
         before, behind = samples * prod(sizes[:axis]), prod(sizes[axis + 1 : 2])
-        by_axis = image.reshape(INPUTS, INPUTS, before, -1, phases, behind, sizes[2], channels)
+        by_axis = image.reshape(TILE, TILE, before, -1, phases, behind, sizes[2], channels)
         count_along = by_axis.shape[3]
-        sizes[axis] = count_along * OUTPUTS * phases
-        step = OUTPUTS * own
+        sizes[axis] = count_along * outputs * phases
+        step = of_row * own
         for part, count in _cut(width, self._segment * step):
-            tiles = slice(part.start // OUTPUTS, -(-part.stop // step) * own)
+            tiles = slice(part.start // of_row, -(-part.stop // step) * own)
             n = (tiles.stop - tiles.start) // count
             some = by_axis[..., tiles, :].reshape(*by_axis.shape[:6], count, n * channels, copy=False)
-            shape = before, count_along, OUTPUTS, phases, behind, count, INPUTS, n * channels
+            shape = before, count_along, outputs, phases, behind, count, TILE, n * channels
             made, place = place[: prod(shape)].reshape(shape), place[prod(shape) :]
             products.append((matrix, some.transpose(2, 3, 4, 5, 6, 1, 0, 7), made.transpose(0, 1, 3, 4, 5, 6, 2, 7)))
-            made = made.reshape(samples, *sizes[:2], count, INPUTS * n, channels)[:, :depth, :height]
-            wide = _wide(n // own, own)[:, : (part.stop - part.start) // count]
+            made = made.reshape(samples, *sizes[:2], count, TILE * n, channels)[:, :depth, :height]
+            wide = _wide(self._taps[2], n // own, own)[:, : (part.stop - part.start) // count]
             rows.append((made.swapaxes(4, 5), wide, part))
         return products, rows
 
@@ -218,34 +228,20 @@ def _identity(size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _wide(tiles: int, phases: int) -> np.ndarray:
+def _wide(taps: int, tiles: int, phases: int) -> np.ndarray:
     """The matrix of the outputs for so many tiles: from (product, tile, phase) to (tile, output, phase)."""
-    wide = np.einsum("op,tu,fg->ptfuog", transforms().outputs, np.eye(tiles), np.eye(phases))
-    return np.ascontiguousarray(wide.reshape(INPUTS * tiles * phases, -1), FLOAT32)
-
-
-def _windows(image: np.ndarray, axis: int, phases: int, extent: int) -> np.ndarray:
-    """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
-    before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
-    row = behind * image.itemsize
-    step = OUTPUTS * phases
-    return np.ndarray(
-        (before, size // step, phases, extent, behind),
-        image.dtype,
-        image,
-        0,
-        (size * row, step * row, row, phases * row, image.itemsize),
-    )
+    wide = np.einsum("op,tu,fg->ptfuog", transforms(taps).outputs, np.eye(tiles), np.eye(phases))
+    return np.ascontiguousarray(wide.reshape(TILE * tiles * phases, -1), FLOAT32)
 
 
 def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
     """The products of one axis, the first of all: (all before the axis, tile, phase, product, all behind it)."""
     before, tiles, phases, _, behind = windows
-    return image.reshape(INPUTS, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
+    return image.reshape(TILE, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
 
 
 def tiled_axes(geometry: ConvGeometry) -> list[int]:
-    return [axis for axis, taps in enumerate(geometry.kernel) if taps == TAPS]
+    return [axis for axis, taps in enumerate(geometry.kernel) if taps > 1]
 
 
 def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
@@ -256,12 +252,12 @@ def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
 
 def tile_steps(geometry: ConvGeometry) -> list[int]:
     """Pixels along each axis that whole tiles of all phases have."""
-    return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
+    return [tile_outputs(taps) * (gap if taps > 1 else 1) for taps, gap in zip(geometry.kernel, geometry.dilation)]
 
 
 def products_of(geometry: ConvGeometry) -> int:
     """Products of a tile."""
-    return int(INPUTS ** len(tiled_axes(geometry)))
+    return int(TILE ** len(tiled_axes(geometry)))
 
 
 def tile_bytes(geometry: ConvGeometry) -> int:
