@@ -9,12 +9,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PADDING_MODES, share_of_examples
 
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.windows import Block, Blocks, Images, add, read, tap_regions, tile_size, whole_and_rest
+from cupyconv.numpy.windows import Block, Blocks, Images, add, copy, read, tap_regions, tile_size, whole_and_rest
 from cupyconv.problem.geometry import ConvGeometry
 
 
@@ -190,6 +191,18 @@ def test_to_add_is_the_adjoint_of_reading(seed):
                 image = np.zeros_like(x)
                 add(image, elements, values)
                 assert (image * x).sum() == (values * read(x, elements)).sum()
+
+
+@pytest.mark.parametrize("side", [32, 16, 31])
+@pytest.mark.parametrize("channels", [0, 3, 37, 200])
+def test_channels_are_copied_to_lie_last(channels, side):
+    """Few at a time where rows of the image begin in few places of a cache, from any layout to any."""
+    images = np.random.default_rng(0).random((channels, 2, 1, side, side), np.float32)
+    lying_last = np.ascontiguousarray(np.moveaxis(images, 0, -1)).transpose(4, 0, 1, 2, 3)
+    for source in (images, lying_last, images[:, :, :, ::-1]):
+        for target in (np.empty_like(images), np.empty_like(lying_last)):
+            copy(target, source)
+            np.testing.assert_array_equal(target, source)
 
 
 @given(st.integers(0, 50), st.integers(1, 60))

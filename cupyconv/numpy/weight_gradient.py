@@ -32,7 +32,7 @@ from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
-from cupyconv.numpy.windows import Block, Images, parts_of
+from cupyconv.numpy.windows import Block, Images, copy, parts_of
 from cupyconv.numpy.winograd import MEMORY, TiledLoop, by_group
 from cupyconv.numpy.winograd_tiles import (
     FLOAT32,
@@ -348,7 +348,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         if tiling.is_cut:
             image.fill(0)
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
-        image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
+        copy(image[at].transpose(4, 0, 1, 2, 3), grad.reshape(prod(grad.shape[:2]), *block.size))
         factor = by_group(tiling.transform(image, memory, overlap=False).computed(), geometry.groups)
         for piece in parts_of(sums.shape[1], self.piece):
             shape = (len(x), geometry.groups, piece.stop - piece.start, geometry.group_channels)
