@@ -527,9 +527,10 @@ class Metres(np.ndarray):
 )
 @pytest.mark.parametrize("own", [False, True], ids=["of one array", "of their own"])
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own, in_memory):
+@pytest.mark.parametrize("length", [4, 12], ids=["of many", "one"])
+def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own, in_memory, length):
     """They are not made into that, which would lose a part of them or repeat it."""
-    x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, 4))
+    x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, length))
     others = x.map_blocks(
         lambda chunk: becomes(chunk.copy() if own else chunk), dtype=x.dtype, meta=np.empty((0, 0, 0), x.dtype)
     )

@@ -94,7 +94,7 @@ class Block:
         for runs, number in zip(product(*self.axes), self.cut):
             chunk = next(chunks)
             pieces.append(chunk[tuple(run.elements for run in runs)] if number is None else chunk[number])
-        if len(pieces) == 1 and pieces[0].shape == self.shape:
+        if len(pieces) == 1 and (pieces[0].shape, pieces[0].dtype) == (self.shape, like.dtype):
             return pieces[0]
         for runs, piece in zip(product(*self.axes), pieces):
             _check(piece, tuple(run.count for run in runs), like.dtype)
