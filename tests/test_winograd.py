@@ -320,6 +320,29 @@ def test_a_block_with_infinities_takes_no_more(limit):
     assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; columns of a whole block have 4 MB
 
 
+def test_sums_of_many_outputs_lie_behind_the_columns():
+    x, weight, out = normal(3, 14, 2752), normal(34, 14, 3), np.empty((3, 34, 2750), np.float32)
+    x[0, 0, 1000] = np.nan
+    with cupyconv.options(threads=1, workspace_limit=2_700_000):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="winograd")
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="winograd"))
+    assert np.isnan(out).sum() == 34 * 3
+    assert peak <= plan.workspace_bytes + 200_000  # in memory of their own they have 0.7 MB
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge"])
+@pytest.mark.parametrize("kernel", [(4, 4), (5, 4), (2, 5), (1, 5)])
+def test_columns_of_a_tile_that_is_larger_than_its_image(kernel, mode):
+    """They take more than the tile and what becomes of it."""
+    x, weight = np.ones((1, 2, 4, 3), np.float32), np.ones((2, 2, *kernel), np.float32)
+    x[0, 0, 0, 0] = np.inf
+    settings = dict(padding=1, padding_mode=mode)
+    plain = cupyconv.conv(x, weight, method="gemm", **settings)
+    np.testing.assert_array_equal(cupyconv.conv(x, weight, method="winograd", **settings), plain)
+    assert np.isinf(plain).any()
+
+
 @pytest.mark.parametrize("value", [0, np.nan])
 @pytest.mark.parametrize("limit", [400_000, 1 << 20, None])
 def test_weight_gradients_within_the_limit(limit, value):

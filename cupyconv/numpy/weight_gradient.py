@@ -40,6 +40,7 @@ from cupyconv.numpy.winograd_tiles import (
     channels_first,
     in_turn,
     in_turn_bytes,
+    in_turn_room,
     products_of,
     weight_transform,
 )
@@ -311,7 +312,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
     def columns_bytes(self) -> int:
         """Those of the tiles of the inputs and of the gradient."""
         geometry = self.geometry
-        inputs, grads = self._shapes(self.tiling)
+        inputs, grads = self._whole
         read = prod(inputs[0]) * (1 + temporaries(geometry, self.problem.prologue))
         return in_turn_bytes(inputs) + in_turn_bytes(grads) + read * self.x_dtype.itemsize
 
@@ -327,6 +328,12 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         outputs = self.geometry.groups * (self.rows or self.geometry.group_outputs)
         return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, overlap=False)
 
+    @cached_property
+    def _whole(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Those of a whole block, and of columns where it is not finite."""
+        inputs, grads = self._shapes(self.tiling)
+        return inputs + self.columns_shapes, grads
+
     def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
         return super().images(arrays, MEMORY)  # so columns, where there are any, lie where the tiles did
 
@@ -338,7 +345,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         geometry, tiling = self.geometry, self.tiling_of(block)
         ((grad, sums),) = pairs
         inputs, grads = self._shapes(tiling)
-        whole_inputs, whole_grads = self._shapes(self.tiling)
+        whole_inputs, whole_grads = self._whole
         memory = in_turn(MEMORY, inputs, whole_inputs)
         image = next(memory)
         images.read_tile(block, channels_first(image))
@@ -371,7 +378,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
     ) -> None:
         """The same as it is defined, by columns in the memory of the inputs' tiles."""
         by_pixel = grad.reshape(*grad.shape[:2], *block.size)
-        for at, part in self.parts_by_columns(block, self._shapes(self.tiling)[0]):
+        for at, part in self.parts_by_columns(block, in_turn_room(self._whole[0])):
             columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)
             own: Any = (slice(None), slice(None), *at)
             run.add_product(by_pixel[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)

@@ -40,7 +40,7 @@ from cupyconv.numpy.block_loops import PixelLoop, largest_block
 from cupyconv.numpy.choice import winograd_refusal
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_shape
 from cupyconv.numpy.winograd_tiles import (
     BUFFERS,
     FLOAT32,
@@ -51,6 +51,7 @@ from cupyconv.numpy.winograd_tiles import (
     channels_first,
     in_turn,
     in_turn_bytes,
+    in_turn_room,
     multiply_all,
     products_of,
     tile_bytes,
@@ -150,14 +151,18 @@ class TiledLoop(PixelLoop):
     def tiling_of(self, block: Block) -> Tiling:
         return self.tiling if block.size == self.block else Tiling(self.geometry, block.size)
 
-    def parts_by_columns(self, block: Block, shapes: list[Shape]) -> Iterator[tuple[tuple[slice, ...], Block]]:
-        """Parts of a block, and where they lie in it, whose columns have room in either buffer of arrays of these shapes."""
-        problem, item = self.problem, self.x_dtype.itemsize
-        room = FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
-        size = largest_block(
-            self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
-        )
-        return block.parts(size)
+    @cached_property
+    def columns_shapes(self) -> list[Shape]:
+        """Arrays in either buffer that have room for the columns of a pixel: of a block that is not finite."""
+        return [(self._columns_bytes((1, 1, 1, 1)) // FLOAT32.itemsize,)] * 2
+
+    def _columns_bytes(self, part: BlockSize) -> int:
+        """Bytes of a part's columns, of what these are copied from, and of sums beside them."""
+        return columns_bytes(self.problem, part, FLOAT32.itemsize)
+
+    def parts_by_columns(self, block: Block, room: int) -> Iterator[tuple[tuple[slice, ...], Block]]:
+        """Parts of a block, and where they lie in it, whose columns have room in so many bytes."""
+        return block.parts(largest_block(self.geometry, self._columns_bytes, room, block.area, 1, block.size[0]))
 
 
 class Weights:
@@ -234,10 +239,9 @@ class Winograd(TiledLoop, ConvLoop):
 
     @property
     def workspace(self) -> int:
-        shapes = self._shapes(self.tiling)
-        gathered = prod(shapes[0]) * temporaries(self.geometry, self.problem.prologue)
+        gathered = prod(self._whole[0]) * temporaries(self.geometry, self.problem.prologue)
         factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
-        return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
+        return in_turn_bytes(self._whole) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
 
     @property
     def form(self) -> str:
@@ -301,7 +305,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     def _steps(self, scratch: Scratch, block: Block) -> Steps:
         geometry, tiling = self.geometry, self.tiling_of(block)
-        memory = in_turn(scratch, self._shapes(tiling), self._shapes(self.tiling))
+        memory = in_turn(scratch, self._shapes(tiling), self._whole)
         image = next(memory)
         forward, tiles = tiling.transform(image, memory)
         products = next(memory)
@@ -338,11 +342,22 @@ class Winograd(TiledLoop, ConvLoop):
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block, place: np.ndarray) -> None:
         """The sums as they are defined, by columns in the memory of the transforms."""
-        geometry = self.geometry
-        for (samples, *pixels), part in self.parts_by_columns(block, self._shapes(self.tiling)):
+        geometry, room = self.geometry, in_turn_room(self._whole)
+        memory = run.images.scratch.array(BUFFERS[0], (room // FLOAT32.itemsize,))
+        for (samples, *pixels), part in self.parts_by_columns(block, room):
             columns = run.images.columns(part).reshape(geometry.groups, geometry.reduction, part.area)
-            sums = np.matmul(matrix, columns).reshape(geometry.out_channels, *part.size)
-            place[(samples, slice(None), *pixels)] = sums.swapaxes(0, 1)
+            shape = geometry.groups, geometry.group_outputs, part.area
+            sums = memory[columns.size :][: prod(shape)].reshape(shape)  # behind the columns
+            np.matmul(matrix, columns, out=sums)
+            place[(samples, slice(None), *pixels)] = sums.reshape(geometry.out_channels, *part.size).swapaxes(0, 1)
+
+    def _columns_bytes(self, part: BlockSize) -> int:
+        return super()._columns_bytes(part) + prod(part) * sums_per_pixel(self.problem)
+
+    @cached_property
+    def _whole(self) -> list[Shape]:
+        """Those of a whole block, and of columns where it is not finite."""
+        return self._shapes(self.tiling) + self.columns_shapes
 
     def _shapes(self, tiling: Tiling) -> list[Shape]:
         """All arrays of a block, from what it reads to its sums."""

@@ -278,6 +278,11 @@ def in_turn_bytes(shapes: Sequence[Shape]) -> int:
     return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
 
 
+def in_turn_room(shapes: Sequence[Shape]) -> int:
+    """Bytes of the smaller of these buffers."""
+    return FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
+
+
 def channels_first(image: np.ndarray) -> np.ndarray:
     """An image (1, samples, d, h, w, channels) as windows are read: (channels, samples, d, h, w)."""
     return image[0].transpose(4, 0, 1, 2, 3)
