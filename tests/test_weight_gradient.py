@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import contextlib
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import reference
+from plans import check
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -224,11 +226,34 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
         return {step.c.at.buffer for step in plan.steps if isinstance(step, GemmCall)}, "chunks" in plan.reason
 
     turned = np.empty((256, 64, 3, 3), np.float32).transpose(1, 0, 2, 3)
-    for limit in (1_300_000, 1_600_000):
+    for limit, less in ((1_300_000, 950_000), (1_600_000, 1_150_000)):
         assert written(None, limit=limit) == ({"out"}, True)
         assert written(turned, limit=limit) == ({"sums"}, True)
-        assert written(None, np.float16, limit=limit) == ({"sums"}, True)
+        assert written(None, np.float16, limit=less) == ({"sums"}, True)
+        assert written(None, np.float16, limit=limit) == ({"out"}, False), "in one chunk"
     assert written(None, limit=None) == ({"out"}, False) == written(None, np.float16, limit=None)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("lies", ["in order", "with gaps", "turned", "flipped"])
+def test_sums_beside_the_result_count(lies, dtype):
+    """Those of a result that no product can write, or not in parts; a 1x1 kernel's images are read where they lie."""
+    for batch, taps in product((1, 3), (1, 3)):
+        grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
+        out = {
+            "in order": np.empty((8, 5, taps, taps), dtype),
+            "with gaps": np.empty((8, 9, taps, taps), dtype)[:, :5],
+            "turned": np.empty((5, 8, taps, taps), dtype).swapaxes(0, 1),
+            "flipped": np.empty((8, 5, taps, taps), dtype)[::-1],
+        }[lies]
+        granted = []
+        for limit in (0, 255, 256, 6_000, 13_000, 15_000, 19_000, 26_000):
+            with contextlib.suppress(ValueError):
+                plan = explained(grad, x, taps, limit=limit, padding=taps // 2, method="gemm", out=out, on="sm_90")
+                check(plan, limit)
+                granted.append(limit)
+        can_be_written = lies in ("in order", "with gaps") and (batch == 1 or dtype == "float32")
+        assert len(granted) > 1 and (taps > 1 or granted[0] == (0 if can_be_written else 256))
 
 
 def test_what_does_not_apply_is_said():

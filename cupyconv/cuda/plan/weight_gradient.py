@@ -20,6 +20,7 @@ parts are gathered apart, and a plane of sums is kept of each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -221,7 +222,7 @@ class _Planner:
         self.part_length = row_length(-(-length // self.wanted))
         self.parts = -(-length // self.part_length) * (1 if self.is_long else self.samples)
         self.chunks = chunk_count(geometry, self.samples, self.pixels)
-        self.out = self._out_in_place()
+        self.out = self._result_in_place(self.parts, self.chunks)
         steps = chunk_steps(geometry, self.samples, self.pixels, self._steps)
         if self.out is None:
             imaginary = geometry.out_channels * geometry.reduction if self.planes == 2 else 0
@@ -261,10 +262,10 @@ class _Planner:
             return view
         return view.joined(rows, geometry.pixels, geometry.batch)
 
-    def _out_in_place(self) -> MatrixView | None:
+    def _result_in_place(self, parts: int, chunks: int) -> MatrixView | None:
         """The result as the one matrix of sums; None where it needs more than one, or a pass of its own."""
         out = self.problem.out
-        if self.parts > 1 or self.planes == 2 or (self.chunks > 1 and self.sums_dtype != out.dtype):
+        if parts > 1 or self.planes == 2 or (chunks > 1 and self.sums_dtype != out.dtype):
             return None
         view = weight_matrix(out)
         return None if view is None or view.transposed else view
@@ -284,38 +285,31 @@ class _Planner:
 
     def _chunk_size(self) -> tuple[int, int]:
         """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
-        geometry, factors, parts = self.geometry, [self.grad, *self.xs], self.wanted
-        per_pixel = sum(factor.bytes_per_pixel for factor in factors)
-        part = self.part * ITEMSIZE[self.sums_dtype]
-        limit = self.problem.limit - Plan.ALIGNMENT * (len(factors) + 1)
+        geometry = self.geometry
+        gathered = [factor for factor in (self.grad, *self.xs) if factor.view is None]
+        per_pixel = sum(factor.bytes_per_pixel for factor in gathered)
         per_sample = per_pixel * row_length(geometry.pixels)
-        if self.is_long:
-            limit -= parts * part if parts > 1 else self._lone_part_bytes()
-            most = max(1, MAX_DIMENSION // row_length(geometry.pixels))
-        elif geometry.batch * parts == 1:
-            limit -= self._lone_part_bytes()
-            most = 1
-        else:
-            per_sample += parts * part
-            most = MAX_BATCH
-        most = min(most, geometry.batch)
-        fitting = limit // per_sample if per_sample else most if limit >= 0 or not per_pixel else 0
-        if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
-            return even_part(geometry.batch, min(fitting, most)), geometry.pixels
-        if not self.is_long and geometry.batch * parts > 1:
-            limit -= parts * part
-        pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
+        limit = self.problem.limit - Plan.ALIGNMENT * len(gathered)
+        if geometry.pixels <= MAX_DIMENSION:
+            most = max(1, MAX_DIMENSION // row_length(geometry.pixels)) if self.is_long else MAX_BATCH
+            if geometry.batch <= most and geometry.batch * per_sample + self._sums_bytes(geometry.batch, 1) <= limit:
+                return geometry.batch, geometry.pixels
+            sizes = range(1, min(most, geometry.batch) + 1)
+            if fitting := bisect_right(sizes, limit, key=lambda n: n * per_sample + self._sums_bytes(n, 2)):
+                return even_part(geometry.batch, fitting), geometry.pixels
+        limit -= self._sums_bytes(1, 2)
         smallest = min(row_length(geometry.pixels), SMALLEST_CHUNK)
-        if pixels < smallest:
+        if limit < per_pixel * smallest:
             refuse_chunk(self.problem, self.problem.limit - limit + per_pixel * smallest)
-        return 1, even_rows(geometry.pixels, pixels)
+        pixels = min(limit // per_pixel, MAX_DIMENSION) if per_pixel else MAX_DIMENSION
+        return 1, even_rows(geometry.pixels, pixels // ROW_MULTIPLE * ROW_MULTIPLE)
 
-    def _lone_part_bytes(self) -> int:
-        """What one part takes where it may not be the result; counted although a single chunk may do without."""
-        out = self.problem.out
-        is_packed = out.strides[1:] == c_strides(out.shape[1:])
-        in_place = self.planes == 1 and out.dtype == self.sums_dtype and is_packed
-        return 0 if in_place else self.part * ITEMSIZE[self.sums_dtype]
+    def _sums_bytes(self, samples: int, chunks: int) -> int:
+        """What the parts of chunks of so many samples take: nothing where the result is the only one."""
+        parts = self.wanted * (1 if self.is_long else samples)
+        if self._result_in_place(parts, chunks) is not None:
+            return 0
+        return Buffer("sums", parts * self.part * ITEMSIZE[self.sums_dtype]).space
 
     def _workspace(self) -> tuple[Buffer, ...]:
         area = row_length(self.samples * self.pixels) if self.is_long else self.samples * row_length(self.pixels)
