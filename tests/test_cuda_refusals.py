@@ -87,6 +87,7 @@ REASONS: list[tuple[str, Call, Call]] = [
     ("pass cuBLAS's 32-bit dimensions", transposed((1, MOST + 1, 1), (MOST + 1, 1, 2), method="gemm"), transposed((1, MOST, 1), (MOST, 1, 2), method="gemm")),
     ("pass cuBLAS's 32-bit dimensions", transposed((1, 1, MOST // 2 + 1), (1, 1, 2), dtypes=("complex64", "float32"), method="gemm"), transposed((1, 1, MOST // 2), (1, 1, 2), dtypes=("complex64", "float32"), method="gemm")),
     ("pass cuBLAS's 32-bit dimensions", weight_gradient((1, 1, 1), (1, MOST // 8 + 1, 8), 8, method="gemm"), weight_gradient((1, 1, 1), (1, MOST // 8, 8), 8, method="gemm")),
+    ("pass cuBLAS's 32-bit dimensions", weight_gradient((1, 2, 1), (1, MOST // 8 + 2, 8), 8, groups=2, method="gemm"), weight_gradient((1, 2, 1), (1, MOST // 8, 8), 8, groups=2, method="gemm")),
     ("pass cuBLAS's 32-bit dimensions", weight_gradient((1, MOST + 1, 1), (1, 1, 1), 1, method="gemm"), weight_gradient((1, MOST, 1), (1, 1, 1), 1, method="gemm")),
     ("samples are more than a grid has blocks for", recurrent("rnn", (2, 32 * 65535 + 1, 1), 8, method="step"), recurrent("rnn", (2, 32 * 65535, 1), 8, method="step")),
     ("a kernel counts", recurrent("rnn", (LARGEST_STEP + 1, 1, 1), 1, method="step"), recurrent("rnn", (LARGEST_STEP, 1, 1), 1, method="step")),

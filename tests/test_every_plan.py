@@ -288,6 +288,11 @@ def lanes_have_channels(launch: KernelLaunch) -> None:
         vectors = -(-params["channels"] // int(dict(launch.kernel.macros).get("WIDTH", "1")))
         lanes = params["lanes"]
         assert lanes == 1 or (lanes < 2 * vectors and (lanes >= vectors or lanes == 32)), launch
+    elif name in ("tiles", "finish_tiles"):
+        lanes, channels = (
+            params[one] for one in (("channel_lanes", "channels") if name == "tiles" else ("output_lanes", "outputs"))
+        )
+        assert lanes == 1 or (lanes < 2 * channels and (lanes >= channels or lanes in (8, 32))), launch
     elif name in ("spectra", "spectra_gradient") and x < GRID_X:
         assert (x - 1) * launch.block < params["frequencies"] <= x * launch.block, launch
 
@@ -472,6 +477,23 @@ def test_every_limit_is_kept(function, arguments, settings):
     for enough in asked:
         with cupyconv.options(workspace_limit=enough):
             cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
+
+
+@pytest.mark.parametrize(("groups", "calls"), [(2, 1), (8, 1), (65_535, 1), (70_000, 2), (140_000, 3)])
+def test_groups_of_one_sample_are_a_batch(groups, calls):
+    """As many as a call has, and each of them once."""
+    x, weight = array(1, groups, 6), array(groups, 1, 3)
+    for function, arguments in (
+        (cupyconv.conv_transpose, (x, weight)),
+        (cupyconv.conv_grad_weight, (x, array(1, groups, 8), 3)),
+    ):
+        call = checked_call(function, *arguments, groups=groups, method="gemm", on="sm_90")
+        products = [step for step in each_step(holds(call).steps) if isinstance(step, GemmCall)]
+        assert len(products) == calls and sum(product.batch for product in products) == groups
+        places = {
+            product.c.at.offset + i * product.c.stride * 4 for product in products for i in (0, product.batch - 1)
+        }
+        assert len(places) == 2 * calls and max(places) == (groups - 1) * products[0].c.stride * 4
 
 
 @pytest.mark.parametrize("limit", [500_000, 1_000_000, 2_000_000])

@@ -116,6 +116,9 @@ def test_more_inputs_than_a_kernel_takes(cuda_target, order):
     actual = cupyconv.conv(*arrays, method="fft", **settings)
     assert_close(actual, expected, np.float32, weight[0].size, factor=4)
     assert "left so" in str(cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings))
+    few = arrays[0][:MAX_SOURCES]
+    arrays = few, cuda_target.to_device(weight[:, : sum(x.shape[1] for x in few)].copy())
+    assert "computed again" in str(cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings))
 
 
 def test_a_weight_with_too_large_spectra_is_computed_in_shares(cuda_target, order):
@@ -592,3 +595,34 @@ def test_more_frequencies_than_a_batch_holds(monkeypatch):
     assert frequencies > MAX_BATCH and sum(call.batch for call in calls) % frequencies == 0
     ends = list(accumulate(call.batch * call.c.stride * 8 for call in calls))
     assert [call.c.at.offset for call in calls] == [0, *ends[:-1]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "taps"), [((64, 64, 4096, 4096), 64, 31), ((1, 4096, 64, 64), 4096, 3), ((2, 2, 60_000, 60_000), 2, 99)]
+)  # fmt: skip
+def test_elements_of_a_steps_tiles_have_32_bits(monkeypatch, shape, outputs, taps, interleaved):
+    """Where there is room for more there are chunks, or shares, but no more of these than it takes."""
+    monkeypatch.setattr(tiles, "ORDERS", (interleaved,))
+    settings = {"method": "fft", "on": "sm_90", "padding": "same"}
+    x, weight, limit = array(*shape), array(outputs, shape[1], taps, taps), 1 << 50
+    grad = array(shape[0], outputs, *shape[2:])
+    for function, arguments in ((cupyconv.conv, (x, weight)), (cupyconv.conv_grad_weight, (grad, x, taps))):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(function, *arguments, **settings)
+        check_plan(plan, limit)
+        transforms = [step for step in each_step(plan.steps) if isinstance(step, Transform)]
+        assert 2 * max(step.batch * prod(step.size) for step in transforms) > 2**30
+
+
+def test_what_a_place_takes_grows_with_its_channels():
+    """Also where the threads are as many."""
+    taken = []
+    for channels in (1, 4, 8, 16):
+        tiling = tiles.Tiling(
+            checked_call(cupyconv.conv, array(2, channels, 64), array(3, channels, 9), on="sm_90").problem,
+            (1, 1, 9),
+            False,
+        )
+        taken.append(tiling.cut(tiling.problem.xs[0], (), 0, 2).arithmetic_seconds)
+    assert sorted({*taken}) == taken

@@ -12,6 +12,7 @@ from plans import check
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import shared_columns
 from cupyconv.numpy.strips import GradientStrips
@@ -146,20 +147,22 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     if target.name == "numpy":
         pytest.skip("the cuts are CUDA's")
     monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
-    ways = [(long, most_parts) for long, most_parts in weight_gradient_cuda.CUTS if long == is_long]
-    monkeypatch.setattr(weight_gradient_cuda, "CUTS", ways)
     grad_dtype, x_dtype = dtypes.split()
     grad, x = integers((3, 12, 7, 9), grad_dtype), [integers((3, c, 7, 9), x_dtype, c) for c in (5, 7)]
     expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
     on_device = target.to_device(grad), [target.to_device(a) for a in x]
     settings = {"padding": 1, "groups": groups, "method": "gemm"}
-    for limit in (None, explained(*on_device, (3, 3), **settings).workspace_bytes // 2):
-        plan = explained(*on_device, (3, 3), limit=limit, **settings)
-        assert "part(s)" in plan.reason
-        assert limit is None or ("chunks" in plan.reason and plan.workspace_bytes <= limit)
-        with cupyconv.options(workspace_limit=limit):
-            actual = cupyconv.conv_grad_weight(*on_device, (3, 3), **settings)
-        assert_exact(target.to_host(actual), expected, np.result_type(grad, *x))
+    for way in (way for way in weight_gradient_cuda.CUTS if way[0] == is_long):
+        forget_calls()
+        with monkeypatch.context() as one:
+            one.setattr(weight_gradient_cuda, "CUTS", (way,))
+            for limit in (None, explained(*on_device, (3, 3), **settings).workspace_bytes // 2):
+                plan = explained(*on_device, (3, 3), limit=limit, **settings)
+                assert "part(s)" in plan.reason
+                assert limit is None or ("chunks" in plan.reason and plan.workspace_bytes <= limit)
+                with cupyconv.options(workspace_limit=limit):
+                    actual = cupyconv.conv_grad_weight(*on_device, (3, 3), **settings)
+                assert_exact(target.to_host(actual), expected, np.result_type(grad, *x))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -176,11 +179,15 @@ def test_a_kernel_without_columns_sums_in_parts(cuda_target, dtype, groups):
 
 @pytest.mark.parametrize("orders", ["C C", "C last", "last C", "last last"])
 @pytest.mark.parametrize("dtypes", ["float32 float32", "complex64 complex64", "complex64 float32", "float32 complex64"])
-def test_a_1x1_gradient_of_channels_last_images(target, dtypes, orders):
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_1x1_gradient_of_channels_last_images(target, fresh, monkeypatch, dtypes, orders, is_long):
     """They are read where they lie, as turned matrices: but for complex inputs, for cuBLAS conjugates what it turns.
 
-    So is a result that lies turned written by a pass of its own.
+    So is a result that lies turned written by a pass of its own.  Parts of one long row begin anywhere.
     """
+    if is_long:
+        monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
+        monkeypatch.setattr(weight_gradient_cuda, "CUTS", weight_gradient_cuda.CUTS[-1:])
 
     def placed(array, order):
         if order == "C":
@@ -238,8 +245,10 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
 @pytest.mark.parametrize("lies", ["in order", "with gaps", "turned", "flipped"])
 def test_sums_beside_the_result_count(lies, dtype):
     """Those of a result that no product can write, or not in parts; a 1x1 kernel's images are read where they lie."""
-    for batch, taps in product((1, 3), (1, 3)):
+    for batch, taps, order in product((1, 3), (1, 3), ("C", "last")):
         grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
+        if order == "last":
+            grad, x = (np.empty((batch, 14, 13, channels), dtype).transpose(0, 3, 1, 2) for channels in (8, 5))
         out = {
             "in order": np.empty((8, 5, taps, taps), dtype),
             "with gaps": np.empty((8, 9, taps, taps), dtype)[:, :5],
@@ -252,7 +261,8 @@ def test_sums_beside_the_result_count(lies, dtype):
                 plan = explained(grad, x, taps, limit=limit, padding=taps // 2, method="gemm", out=out, on="sm_90")
                 check(plan, limit)
                 granted.append(limit)
-        can_be_written = lies in ("in order", "with gaps") and (batch == 1 or dtype == "float32")
+        can_be_added_to = batch == 1 or order == "last" or dtype == "float32"
+        can_be_written = lies in ("in order", "with gaps") and can_be_added_to
         assert len(granted) > 1 and (taps > 1 or granted[0] == (0 if can_be_written else 256))
 
 
