@@ -446,6 +446,15 @@ def test_a_step_asks_l2_for_what_its_blocks_read(dtype):
     assert of_all.bytes_moved == weights + 8 * (gates + 3 * states)
 
 
+def test_a_state_of_16_bits_takes_two_products():
+    """It is two numbers of 16 bits, so that it is not rounded."""
+    half, single = (recurrent("step", dtype)(8, 128, 128) for dtype in ("float16", "float32"))
+    assert half.grid == single.grid and dict(half.kernel.macros)["ARITHMETIC"] == "MMA"
+    rates = [cost.product_rate(*kinds, GPU) for kinds in (("MMA", "float16"), ("TF32X3", "float32"))]
+    shares = [launch.flops / launch.arithmetic_seconds / rate for launch, rate in zip((half, single), rates)]
+    assert 2 * shares[0] == pytest.approx(shares[1])
+
+
 def test_a_merge_asks_l2_for_the_inputs_of_each_tile_and_for_a_weight_each_block():
     launch = convolved("direct", "merge")(132, 64, 32, 64, 1)
     tiles = 64 // int(dict(launch.kernel.macros)["TILE"])
@@ -488,6 +497,8 @@ def test_back_through_a_layer_its_weight_is_read_once_and_the_gates_of_every_ste
     weight, gates = 4 * size * size * 4, steps * 4 * size * size * 4
     # Gates are read, their gradients written, and read by the next step; beside them are states, of a gate's size each.
     assert weight + 4 * gates <= launch.bytes_moved <= weight + 5 * gates
+    if steps > 1:  # twice as many steps read it once too
+        assert 2 * launch.bytes_moved - back_through(kernel)(16, size, size).bytes_moved == weight
 
 
 @pytest.mark.parametrize(("inputs", "groups"), [(1, 1), (2, 1), (1, 4)])

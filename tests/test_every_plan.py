@@ -34,7 +34,7 @@ from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
-from cupyconv.problem.arrays import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import Address, GemmCall, KernelLaunch, LaunchLoop, Plan, Transform
 from cupyconv.problem.problems import NotApplicable
@@ -622,25 +622,57 @@ def test_recurrent_layers(cell, method, dtype, on, direction):
                 assert "appl" in str(refusal) and limit
                 continue
         hold(plan, None, limit, on)
+        steps_fill_their_buffers(plan)
         products = sum(step.flops for step in each_step(plan.steps))
         assert products == 2 * steps * batch * directions * gates * 48 * (20 + 48) and plan.method == method
         resetting = [launch for launch in launches(plan) if "reset" in launch.purpose]
         assert bool(resetting) == bool(settings), "of one product it is a gate like the others"
+        candidates = [dict(launch.params)["is_candidate"] for launch in launches(plan, f"recurrent_{method}")]
+        in_turn = [0, 1] if settings and method == "step" else [int(bool(settings))]
+        assert candidates == in_turn * (len(candidates) // len(in_turn))
+
+
+def steps_fill_their_buffers(plan: Plan) -> None:
+    """Gates of a chunk's steps are in memory from its earliest on, and what r and z leave for n is of one step."""
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    for launch in (one for one in launches(plan) if "gates_d" in dict(one.params)):
+        params, item = dict(launch.params), ITEMSIZE[accumulator(dict(launch.kernel.macros)["DTYPE"])]
+        directions, count = launch.grid[2], params["count"]
+        if params["gates"] == Address("gates"):
+            assert (
+                params["gates_d"] * directions * item == sizes["gates"]
+                and params["gates_d"] >= count * params["gates_t"]
+            )
+            for first, is_last in zip(params["first"], params["backward"]):
+                assert first == (params["steps"] - params["step"] - count if is_last else params["step"])
+        if params["beside"] == Address("reset state"):
+            assert (params["beside_d"] * directions * item, params["beside_t"]) == (sizes["reset state"], 0)
 
 
 @pytest.mark.parametrize("cell", GATES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("limit", [None, 200_000])
 def test_gradients_of_recurrent_layers(cell, dtype, limit):
-    for sizes, direction in product(((1, 20, 3, 5), (30, 9, 10, 24)), ("forward", "bidirectional")):
+    before = (True, False) if cell == "gru" else (True,)
+    for sizes, direction, linear in product(((1, 20, 3, 5), (30, 9, 10, 24)), ("forward", "bidirectional"), before):
         with cupyconv.options(workspace_limit=limit):
-            plan = recurrent_gradient_plan(cell, dtype, sizes, direction=direction)
+            plan = recurrent_gradient_plan(cell, dtype, sizes, direction=direction, linear_before_reset=linear)
         hold(plan, None, limit)
         steps, batch, inputs, _ = sizes
         moved = [launch.bytes_moved for launch in launches(plan, "recurrent_inputs")]
         # Of 16 bits a copy in the dtype of products, once for each time that the layer is gone through.
         copies = [times * steps * batch * inputs * (2 + 4) for times in (1, 2)] if dtype == "float16" else [0]
         assert sum(moved) in copies
+        # A step's product has as many operations as its part of the gradient of the weight that it multiplies by.
+        every, through = each_step(plan.steps), 0
+        for step in every:
+            if isinstance(step, LaunchLoop):
+                through += (step.times - 1) * sum(launch.flops for launch in step.launches)
+            elif isinstance(step, KernelLaunch) and "of all steps" in step.purpose:
+                through += step.flops
+        assert through == sum(
+            step.flops for step in every if isinstance(step, GemmCall) and step.purpose == "weight_hh"
+        )
 
 
 @pytest.mark.parametrize("order", ["C", "last"])
@@ -700,6 +732,8 @@ def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
             assert states.times == 1 and states.launches[0].grid[1] == 1 + (direction == "bidirectional")
         else:
             assert not batch
+    (grad_x,) = recurrent_gradient_plan(cell, "float32", (2, 4, 3, 0), direction=direction).steps
+    assert {at.buffer for at in addresses(grad_x)} == {"grad_x"} and grad_x.purpose == "zeros"
 
 
 @pytest.mark.parametrize(
@@ -713,6 +747,8 @@ def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
 def test_rows_of_a_weight_that_are_no_whole_vectors_are_noted(method, dtype, hidden, words):
     weights = array(4 * hidden, 48, dtype=dtype), array(4 * hidden, hidden, dtype=dtype)
     plan = cupyconv.explain(cupyconv.lstm, array(3, 5, 48, dtype=dtype), *weights, method=method, on="sm_90")
+    (width,) = {dict(launch.params)["weight_vector"] for launch in launches(plan, f"recurrent_{method}")}
+    assert words in {16: [None], 0: ["scalar access"]}.get(width, [f"accesses of {width} bytes"]), width
     notes = [note for note in plan.notes if note.startswith("weight_hh: its rows")]
     assert [note.rpartition(": ")[2] for note in notes] == ([words] if words else [])
 

@@ -15,13 +15,14 @@ import pytest
 import reference
 import reference_gradients
 from numpy.lib.stride_tricks import as_strided
+from plans import array
 from strategies import as_dtype, with_layout
 from tolerance import assert_close, assert_exact
 
 import cupyconv
 from cupyconv.cuda.plan import conv as choice
 from cupyconv.cuda.plan import implicit_weight_gradient as planning
-from cupyconv.problem.plan import KernelLaunch
+from cupyconv.problem.plan import MAX_SOURCES, KernelLaunch
 from tests.variants import all_variants
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -311,11 +312,27 @@ def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_be_moved(which
     assert moved_by(plan) == {f"moved_{which}"}
 
 
+def test_planes_of_three_axes_that_are_not_aligned_are_moved():
+    even = np.zeros((2, 5, 5, 5, 16), np.float16)
+    slanted = as_strided(np.zeros(5000, np.float16), even.shape, (2 * 2064, 2 * 412, 2 * 80, 2 * 16, 2))
+    grad, x = (np.moveaxis(image, -1, 1) for image in (even, slanted))
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")
+    assert moved_by(plan) == {"moved_x"}
+
+
 def test_a_lone_pixel_is_no_reason_to_move_its_channels():
     """No stride leads from it to another; one of the next pixel would be no whole number of chunks."""
     grad, x = np.zeros((1, 16, 1, 1), np.float16), np.moveaxis(np.zeros((1, 3, 3, 16), np.float16), -1, 1)
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", on="sm_90")
     assert moved_by(plan) == set() and dict(plan.steps[0].params)["pixel_stride"] % 8 == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 3), (4, 2, 2), (9, 3, 3), (1, 1, 9)])
+def test_pixels_in_one_row_are_a_stride_apart(shape):
+    """However many samples they are of: of a lone one no stride leads to another."""
+    grad = np.moveaxis(np.zeros((*shape, 16), np.float16), -1, 1)
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, grad, 1, method="implicit_gemm", on="sm_90")
+    assert moved_by(plan) == set() and dict(plan.steps[0].params)["pixel_stride"] == 16
 
 
 @pytest.mark.parametrize("axis", [2, 3, 4])
@@ -328,3 +345,28 @@ def test_strides_that_an_int32_does_not_count_are_refused(axis):
         with pytest.raises(ValueError, match=words) if words else nullcontext():
             x = as_strided(grad, grad.shape, steps)
             cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")
+
+
+def test_more_pixels_than_an_int32_counts_in_bytes_are_refused():
+    grad = array(1 << 14, 8, 200, 200, dtype="float16", order="last")
+    for samples, words in ((6000, None), (1 << 14, "int32")):
+        with pytest.raises(ValueError, match=words) if words else nullcontext():
+            images = grad[:samples], grad[:samples]
+            cupyconv.explain(cupyconv.conv_grad_weight, *images, 1, method="implicit_gemm", on="sm_90")
+
+
+def test_as_many_inputs_as_a_kernels_parameters_hold():
+    images = [np.moveaxis(np.zeros((2, 9, 9, 16), np.float16), -1, 1)] * (MAX_SOURCES + 1)
+    for count, words in ((MAX_SOURCES, None), (MAX_SOURCES + 1, f"parameters hold {MAX_SOURCES}")):
+        with pytest.raises(ValueError, match=words) if words else nullcontext():
+            xs = images[:count]
+            cupyconv.explain(cupyconv.conv_grad_weight, xs[0], xs, 1, method="implicit_gemm", on="sm_90")
+
+
+def test_a_sum_of_one_part_is_not_said_to_be_in_parts():
+    """The purpose says what a user reads; where there are two, another launch adds them."""
+    for size, parts in ((9, 1), (16, 2)):
+        grad = np.moveaxis(np.zeros((2, size, size, 16), np.float16), -1, 1)
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, grad, 3, padding=1, method="implicit_gemm", on="sm_90")
+        (launch,) = (step for step in plan.steps if step.kernel.name == "implicit_weight_gradient")
+        assert launch.grid[1] == parts and ("in parts" in launch.purpose) == (parts > 1)

@@ -13,10 +13,12 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from plans import array, check, launches, recurrent_gradient_plan
 from rounds import each_step
-from test_every_plan import hold, spans
+from strategies import as_dtype
+from test_every_plan import addresses, hold, spans
 
 import cupyconv
 from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan.cost import BARRIER_SECONDS
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import gradient_arithmetic
 from cupyconv.problem.geometry import LARGEST_STEP
@@ -74,7 +76,7 @@ def counts_of(plan: Plan) -> list[int]:
 def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator[tuple[Plan, list[int]]]:
     """Those that there are, and the steps of their chunks: more than half as many as there is room for, or all.
 
-    More memory is refused nothing that less is granted, and as much as a refusal asks for is enough.
+    More memory is refused nothing that less is granted.  As much as a refusal asks for is enough, and a byte less is not.
     """
     enough, granted, before = None, False, None
     for limit in limits:
@@ -83,8 +85,9 @@ def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator
                 plan = planned()
             except ValueError as refusal:
                 assert not granted and "workspace" in str(refusal)
-                asked = re.search(rf"needs ([\d,]+) bytes .*limit is {limit:,}$", str(refusal))  # nothing is converted
-                enough = int(asked[1].replace(",", "")) if asked else None
+                asked = re.search(r"needs (.*?) bytes .*limit is ([\d,]+)", str(refusal))
+                needed, left = (int(number.replace(",", "")) for number in asked.groups()) if asked else (0, 0)
+                enough = limit - left + needed if left else None  # what is converted is not left
                 continue
         granted = True
         check(plan, limit)
@@ -101,8 +104,12 @@ def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator
     if enough is not None:
         with cupyconv.options(workspace_limit=enough):
             planned()
+        with cupyconv.options(workspace_limit=enough - 1), pytest.raises(ValueError, match="workspace"):
+            planned()
 
 
+#: Of a gru: its reset gate multiplies the state, so that a step has two products, one after the other.
+TWO = {"linear_before_reset": False}
 STEPS, LIMITS = 11, [int(500 * 1.6**i) for i in range(16)]
 
 
@@ -112,7 +119,7 @@ STEPS, LIMITS = 11, [int(500 * 1.6**i) for i in range(16)]
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
     name, _, more = cell.partition(" ")
-    settings = dict(direction=direction, method=method, on="sm_90") | ({"linear_before_reset": False} if more else {})
+    settings = dict(direction=direction, method=method, on="sm_90") | (TWO if more else {})
     directions = 1 + (direction == "bidirectional")
     weights = [array(directions, GATES[name] * 23, size, dtype=dtype) for size in (10, 23)]
     x, weights = array(STEPS, 7, 10, dtype=dtype), weights if directions == 2 else [weight[0] for weight in weights]
@@ -122,10 +129,55 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
     ):
         assert sum(counts) == STEPS and not any(isinstance(step, GemmCall) for step in each_step(plan.steps))
         projections = sum(launch.purpose == "projection of the inputs" for launch in launches(plan))
-        assert projections == directions * len(counts) and "projected by implicit_gemm" in plan.reason
+        assert projections == directions * len(counts) and plan.reason.count("projected by implicit_gemm") == 1
+        if counts[0] not in chunks:  # what it takes is enough for it
+            with cupyconv.options(workspace_limit=sum(buffer.space for buffer in plan.workspace)):
+                assert counts_of(cupyconv.explain(getattr(cupyconv, name), x, *weights, **settings)) == counts
         chunks.add(counts[0])
         amounts.add(sum(step.flops for step in each_step(plan.steps)))
     assert STEPS in chunks and len(chunks) > 1 and len(amounts) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_limits_are_kept_where_cublas_projects_into_the_gates(dtype):
+    """Which takes no workspace: what is left beside the gates may be nothing, and not less."""
+    arrays = [array(*shape, dtype=as_dtype(dtype)) for shape in ((STEPS, 7, 10), (92, 10), (92, 23))]
+    on, counts = "sm_75" if dtype == "bfloat16" else "sm_90", set()
+
+    def planned(limit: int) -> Plan:
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.lstm, *arrays, on=on)
+        check(plan, limit, on)
+        assert any(isinstance(step, GemmCall) for step in each_step(plan.steps))
+        return plan
+
+    for limit in LIMITS:
+        try:
+            plan = planned(limit)
+        except ValueError:
+            assert not counts, "more memory is refused nothing that less is granted"
+            continue
+        steps, *_ = found = counts_of(plan)
+        counts.add(steps)
+        assert sum(found) == STEPS
+        taken, gates = sum(buffer.space for buffer in plan.workspace), plan.workspace[-1]
+        assert gates.name == "gates" and (steps == STEPS or limit < taken + gates.space), "twice as many do not fit"
+        assert planned(taken).steps == plan.steps, "what it takes is enough"
+        with suppress(ValueError):
+            planned(taken - 1)
+    assert {1, STEPS} < counts
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_projection_moves_its_inputs_its_weight_and_the_gates(dtype):
+    """Of each direction; beside it all that is left of a step is of the states."""
+    x, weights = array(12, 8, 16, dtype=dtype), [array(2, 96, size, dtype=dtype) for size in (16, 24)]
+    plan = cupyconv.explain(cupyconv.lstm, x, *weights, direction="bidirectional", method="step", on="sm_90")
+    *projections, _ = launches(plan)
+    (gates,) = (buffer.nbytes for buffer in plan.workspace if buffer.name == "gates")
+    moved = x.nbytes + (weights[0].nbytes + gates) // 2
+    assert [launch.bytes_moved for launch in projections] == [moved, moved]
+    assert {launch.purpose for launch in projections} == {"projection of the inputs"}
 
 
 @pytest.mark.parametrize("cell", GATES)
@@ -185,6 +237,66 @@ def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples
             assert turns == 1 or columns * together * -(-tiles // (turns - 1)) > room
             assert ("times per step" in plan.reason) == (turns > 1) and together == directions
             assert [each.nbytes for each in plan.workspace if each.name == "counters"] == [128 * directions * tiles]
+            assert [each.bytes_moved for each in launches(plan) if "from 0" in each.purpose] == [
+                128 * directions * tiles
+            ]
+
+
+@pytest.mark.parametrize("kernel", ["recurrent_persistent", "recurrent_gradient_persistent"])
+def test_every_turn_takes_as_long_and_asks_l2_for_as_much(kernel):
+    """However many there are in a step: blocks that wait for each other go through whole tiles."""
+    found = []
+    for samples in (1600, 8000):
+        x, weights = array(20, samples, 4), [array(96, size) for size in (4, 24)]
+        plan = cupyconv.explain(cupyconv.lstm, x, *weights, method="persistent", on="sm_90")
+        if "gradient" in kernel:
+            plan = recurrent_gradient_plan("lstm", np.float32, (20, samples, 4, 24))
+        (launch,), rows = launches(plan, kernel), int(re.findall(r"blocks of (\d+) samples", plan.reason)[0])
+        turns = -(-samples // rows // launch.grid[1])
+        seconds = (launch.arithmetic_seconds / 20 - BARRIER_SECONDS) / turns
+        found.append((turns, rows, launch.l2_bytes / launch.blocks / turns, seconds))
+    assert found[0][0] < found[1][0] and found[0][1:] == pytest.approx(found[1][1:])
+
+
+@pytest.mark.parametrize("cell", [*GATES, "gru of two products"])
+def test_blocks_leave_and_take_their_parts_once_for_every_product(cell):
+    """What they leave in one half of the buffer, while they take what is in the other."""
+    name, _, more = cell.partition(" ")
+    settings = TWO if more else {}
+    for sizes, direction in (((20, 64, 4, 24), "forward"), ((7, 4160, 4, 40), "bidirectional")):
+        plan = recurrent_gradient_plan(name, np.float32, sizes, direction=direction, **settings)
+        (launch,), (parts,) = (
+            launches(plan, "recurrent_gradient_persistent"),
+            [each.nbytes for each in plan.workspace if each.name == "parts"],
+        )
+        assert launch.l2_bytes == sizes[0] * (1 + bool(more)) * parts
+        assert launch.arithmetic_seconds > sizes[0] * (1 + bool(more)) * BARRIER_SECONDS
+
+
+def test_a_block_multiplies_for_every_gate_and_every_other_block():
+    """Whether the products of a step are one or two.  Of a lone sample they take longer than what blocks leave for each other.
+
+    Launches for each step move as much for two products as for one.
+    """
+
+    def work(cell: str, hidden: int, **settings: bool) -> float:
+        plan = recurrent_gradient_plan(cell, np.float32, (20, 1, 4, hidden), **settings)
+        (launch,) = launches(plan, "recurrent_gradient_persistent")
+        return launch.arithmetic_seconds - 20 * (1 + bool(settings)) * BARRIER_SECONDS
+
+    once = work("rnn", 128)
+    for times, cell, hidden, two in (
+        (4, "lstm", 128, {}),
+        (3, "gru", 128, {}),
+        (2, "rnn", 256, {}),
+        (3, "gru", 128, TWO),
+    ):
+        assert work(cell, hidden, **two) == pytest.approx(times * once)
+    moved = [
+        sum(launch.bytes_moved for launch in launches(made, "recurrent_gradient"))
+        for made in (recurrent_gradient_plan("gru", np.float32, (60, 4000, 10, 200), **two) for two in ({}, TWO))
+    ]
+    assert moved[0] == pytest.approx(moved[1])
 
 
 def test_gradients_of_16_bit_layers_are_products_in_tf32():
@@ -230,11 +342,18 @@ def test_layers_of_no_steps_and_of_too_many(cell, method):
     weights = array(GATES[cell] * 8, 1), array(GATES[cell] * 8, 8)
     function, settings = getattr(cupyconv, cell), {"method": method, "on": "sm_90"}
     none = cupyconv.explain(function, array(0, 3, 1), *weights, **settings)
-    check(none)
+    known = {
+        *spans(checked_call(function, array(0, 3, 1), *weights, **settings)),
+        *(each.name for each in none.workspace),
+    }
+    assert {at.buffer for at in addresses(none.steps)} <= known
+    assert all(dict(launch.params).get("count", 1) == 1 for launch in launches(none)), "one that is past the end"
+    assert all(step.times == 1 for step in none.steps if isinstance(step, LaunchLoop))
     assert {launch.purpose for launch in launches(none)} <= {launches(none)[-1].purpose, "counters from 0"}
     assert not {"gates", "workspace"} & {buffer.name for buffer in none.workspace}
     with pytest.raises(ValueError, match=f"steps; a kernel counts {LARGEST_STEP:,}"):
         cupyconv.explain(function, array(LARGEST_STEP + 1, 1, 1), *weights, **settings)
+    assert cupyconv.explain(function, array(LARGEST_STEP, 1, 1), *weights, **settings).steps
 
 
 def test_a_lone_step_of_two_products_keeps_its_limit():
@@ -296,6 +415,9 @@ def test_tensor_cores_multiply_states_on_every_gpu_that_has_them(dtype, first):
     for name, gpu in KNOWN_GPUS.items():
         found = {tile.arithmetic for resident in (False, True) for tile in recurrent_tiles(dtype, resident, gpu)}
         assert (expected in found) == (gpu.capability >= int(first[3:])), name
+        if expected in found:  # instructions that take three products, and 16 samples, leave few of these to CUDA cores
+            stays = {tile.arithmetic for tile in recurrent_tiles(dtype, True, gpu)}
+            assert stays == {expected} | ({"FMA"} if dtype == "float32" else set())
         assert {tile.arithmetic for tile in recurrent_tiles("float64", True, gpu)} == {"FMA"}
         assert gradient_arithmetic(dtype, gpu) == ("TF32X3" if gpu.capability >= 80 else "FMA")
         assert gradient_arithmetic("float64", gpu) == "FMA"
@@ -314,3 +436,11 @@ def test_rows_of_a_weight_are_loaded_as_vectors_where_all_begin_on_boundaries(st
         dict(launch.params)["weight_vector"] for launch in launches(plan) if "weight_vector" in dict(launch.params)
     }
     assert widths == {16 if strides == (0, 48) else 4}
+
+
+def test_rows_that_end_within_a_vector_are_loaded_as_smaller_ones():
+    """What lies behind them is no zeros, though the next row begins on a boundary."""
+    weight = array(184, 48)[:, :46]
+    plan = cupyconv.explain(cupyconv.lstm, array(3, 5, 48), array(184, 48), weight, on="sm_90")
+    widths = [dict(launch.params).get("weight_vector", 4) for launch in launches(plan)]
+    assert widths == [4] * len(widths)

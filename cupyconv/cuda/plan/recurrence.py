@@ -25,7 +25,7 @@ from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
-from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address, variant
+from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, WARP, address, variant
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import LARGEST_STEP, pointwise_geometry
@@ -65,7 +65,7 @@ class Tile:
 
     @property
     def k_warps(self) -> int:
-        return THREADS // 32 // self.unit_warps
+        return THREADS // WARP // self.unit_warps
 
     @property
     def rows(self) -> int:
@@ -274,9 +274,8 @@ class _Layer:
         reason = ""
         if self.geometry.steps > LARGEST_STEP:
             raise NotApplicable(f"{self.geometry.steps:,} steps; a kernel counts {LARGEST_STEP:,}")
-        left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
         for count in self._chunk_lengths():
-            limit = left - self._gates_bytes(count)
+            limit = self.problem.limit - taken - Buffer("gates", self._gates_bytes(count)).space
             if limit < 0:
                 reason = f"{-limit:,} bytes are lacking"
                 continue
@@ -315,14 +314,14 @@ class _Layer:
         return in_sequence(directions[0].method, directions, directions[0].reason)
 
     def _projection_problem(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvProblem:
-        """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates."""
+        """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates.
+
+        Where a gradient needs these, they are of all steps, and so is the one chunk.
+        """
         problem, geometry = self.problem, self.geometry
         x, weight, rows = problem.x, problem.weight_ih, geometry.gates * geometry.hidden
         time, count, batch = chunk.time(geometry.signs[d], geometry.steps), chunk.count, geometry.batch
-        if "gates" in self.kept:
-            gates, first = self.kept["gates"], d * geometry.steps + time
-        else:
-            gates, first = Operand("gates", self.computed, (), ()), d * stride
+        gates = self.kept.get("gates", Operand("gates", self.computed, (), ()))
         return ConvProblem(
             geometry=pointwise_geometry({x.name: (1, geometry.inputs, count, batch)}, (rows, geometry.inputs)),
             xs=(
@@ -332,7 +331,7 @@ class _Layer:
             ),
             weight=weight.view((rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0), d * weight.strides[0]),
             out=gates.view(
-                (1, rows, 1, count, batch), (0, 1, 0, self.gates_per_step, rows), first * self.gates_per_step
+                (1, rows, 1, count, batch), (0, 1, 0, self.gates_per_step, rows), d * stride * self.gates_per_step
             ),
             x_dtype=self.dtype,
             weight_dtype=self.dtype,
@@ -387,12 +386,12 @@ class _Layer:
         kept_gates, beside = self.kept.get("gates"), self.kept.get("cells", self.kept.get("candidate"))
         in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
         gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
-        first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
-        two_products, multiplies_inputs = len(self.products) > 1, geometry.steps > 0 and not projected
+        first = [chunk.time(sign, geometry.steps) for sign in geometry.signs]
+        two_products = len(self.products) > 1
         return (
             ("weight", _strided(problem.weight_hh)),
-            ("x", _strided(problem.x if multiplies_inputs else None)),
-            ("weight_ih", _strided(problem.weight_ih if multiplies_inputs else None)),
+            ("x", _strided(None if projected else problem.x)),
+            ("weight_ih", _strided(None if projected else problem.weight_ih)),
             ("bias_ih", _strided(problem.bias_ih)),
             ("bias_hh", _strided(problem.bias_hh)),
             ("peephole", _strided(problem.peephole)),
@@ -405,7 +404,7 @@ class _Layer:
             ("lengths", address(lengths)),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
             ("gates", gates_at),
-            ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_per_step),
+            ("gates_d", stride * self.gates_per_step),
             ("gates_t", self.gates_per_step),
             ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
             ("beside_d", (geometry.steps if beside else 1) * state),
@@ -456,10 +455,10 @@ def _vector_bytes(weight: Operand) -> int:
     return 0
 
 
-def _strided(operand: Operand | None) -> tuple[Any, ...]:
+def _strided(operand: Operand | None) -> tuple[Any, ...] | None:
     """The C++ struct Strided; an array of two axes (directions, rows) has the rows along the last."""
     if operand is None:
-        return None, 0, 0, 0
+        return None
     across = operand.strides[1] if len(operand.strides) == 3 else 0
     return address(operand), operand.strides[0], across, operand.strides[-1]
 

@@ -289,21 +289,20 @@ class _Gradient:
         """The C++ struct RecurrentGradientParams."""
         geometry, operands = self.geometry, self.operands
         grad_y, lengths = operands.get("grad_y"), operands.get("lengths")
-        lstm, gru = geometry.cell == "lstm", geometry.cell == "gru"
         carried_h, carried_c = self._given("grad_h0"), self._given("grad_c0")
         buffers = {name: Address(name) for name in self._per_step()} if run.count else {}
         sums = (Address("sums of tiles") if self.grid_rows > 1 else self._at("sums")) if run.count else None
         return (
-            ("gates", self._given("gates") if run.count else None),
-            ("beside", self._given("cells" if lstm else "candidate") if run.count and (lstm or gru) else None),
+            ("gates", self._given("gates")),
+            ("beside", self._given("cells" if geometry.cell == "lstm" else "candidate")),
             ("weight_hh", self._given("weight_hh")),
-            ("y", self._given("y") if run.count else None),
+            ("y", self._given("y")),
             ("h0", self._given("h0")),
             ("c0", self._given("c0")),
             ("peephole", self._given("peephole")),
             ("lengths", self._given("lengths")),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
-            ("grad_y", self._given("grad_y") if run.count else None),
+            ("grad_y", self._given("grad_y")),
             *zip(("grad_y_t", "grad_y_n", "grad_y_u"), grad_y.strides if grad_y else (0, 0, 0)),
             ("begin_h", self._given("grad_h") if run.begins else carried_h),
             ("begin_c", self._given("grad_c") if run.begins else carried_c),
