@@ -139,10 +139,9 @@ class _Gradient:
             steps += self._steps(run)
         workspace += [Buffer(name, most * nbytes) for name, nbytes in self._per_step().items() if nbytes]
         if self.grid_rows > 1:
-            count = prod(self.sums.shape)
-            sums = replace(self.sums, shape=(1, count, 1, 1, 1), strides=(0, int(count > 1), 0, 0, 0))
-            tiles = replace(sums, name="sums of tiles", shape=(self.grid_rows, count, 1, 1, 1))
-            steps.append(sum_of_parts(replace(tiles, strides=c_strides(tiles.shape)), sums, self.problem.gpu))
+            shape = (self.grid_rows, prod(self.sums.shape), 1, 1, 1)
+            tiles = replace(self.sums, name="sums of tiles", shape=shape, strides=c_strides(shape))
+            steps.append(sum_of_parts(tiles, self.sums, self.problem.gpu))
         words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
         if self.waits:
             words = f"one launch for all steps, blocks of {ROWS} samples x {UNITS} units"
