@@ -178,6 +178,7 @@ def test_a_projection_moves_its_inputs_its_weight_and_the_gates(dtype):
     moved = x.nbytes + (weights[0].nbytes + gates) // 2
     assert [launch.bytes_moved for launch in projections] == [moved, moved]
     assert {launch.purpose for launch in projections} == {"projection of the inputs"}
+    assert [at.offset for at in addresses(tuple(projections)) if at.buffer == "gates"] == [0, gates // 2]
 
 
 @pytest.mark.parametrize("cell", GATES)
