@@ -324,6 +324,42 @@ def test_every_way_computes_the_same(name, seed):
         np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
 
 
+@pytest.mark.parametrize("name", ["conv_transpose", "conv_grad_input"])
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_ways_to_scatter_read_and_write_several_images_as_one(name, seed):
+    random = Random(seed)
+    make, groups, taps = integers(random), random.choice((1, 1, 2, 5)), random.choice((1, 2, 3))
+    outputs, channels, size = random.randint(1, 5), random.randint(1, 5), (random.randint(3, 9), random.randint(3, 40))
+    grid = [extent - taps + 1 for extent in size]
+    dtype = random.choice(("float32", "float64", "float16", "complex64"))
+    weight = make(groups * outputs, channels, taps, taps, dtype=dtype)
+    given = make(random.randint(1, 3), groups * outputs, *grid, dtype=dtype, order=random.choice(("C", "last")))
+    shape = (len(given), groups * channels, *size)
+    cut = random.randint(1, shape[1])
+    shapes = [(len(given), part, *size) for part in (cut, shape[1] - cut) if part]
+    outs = [make(*each, dtype=dtype, order=random.choice(("C", "last"))) for each in shapes]
+    if name == "conv_grad_input":
+        expected = cupyconv.conv_grad_input(given, weight, shape, groups=groups)
+        call = checked_call(cupyconv.conv_grad_input, given, weight, shapes, groups=groups, out=outs)
+    else:
+        outs = [make(*shape, dtype=dtype, order=random.choice(("C", "last")))]
+        cut = random.randint(1, given.shape[1])
+        xs = [each for each in (given[:, :cut], given[:, cut:]) if each.size]
+        expected = cupyconv.conv_transpose(given, weight, groups=groups)
+        call = checked_call(cupyconv.conv_transpose, xs, weight, groups=groups, out=outs[0])
+    limit = random.choice((None, about(random, 1 << 12, 1 << 16)))
+    problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))), workspace_limit=limit)
+    for way in ways_for(name, problem):
+        if plan := by_way(problem, way):
+            for out in outs:
+                out[...] = 77
+            with BACKEND.current():
+                BACKEND.prepare(plan)(call.arrays)
+            actual = np.concatenate(outs, axis=1)
+            np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max(), err_msg=way.__name__)
+
+
 #: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each loop after
 #: the first, of each turn, and of each tap where it reads a border.
 OBJECTS, OF_A_LOOP, OF_A_TURN, OF_A_BORDER = 25_000, 10_000, 250, 10_000

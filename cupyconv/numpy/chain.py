@@ -225,9 +225,9 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
     sizes["blocks"] = max(plan.workspace_bytes for plan in chain.from_iterable(plans))
     notes: tuple[str, ...] = ()
     if not beside_images:
-        size, of = sum(between), "one sample" if samples == 1 else f"{samples} samples"
+        size, limit = sum(between), problem.limit
         notes = (
-            f"the images between layers take {size:,} bytes for {of}, beyond the workspace limit of {problem.limit:,}",
+            f"the images between layers take {size:,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
     plan = _planned(problem, "unfused", "one layer after the other", loop, sizes, loop.seconds, notes)
     return _Way(plan, loop.seconds, beside_images)

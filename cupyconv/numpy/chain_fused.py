@@ -307,27 +307,28 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []
-    scratch: dict[tuple[str, type[ConvLoop]], int] = {}
+    # Of each dtype and way, of all layers: what a part takes, and what of it lies beside its largest array.
+    scratch: dict[tuple[str, type[ConvLoop]], tuple[int, int]] = {}
     for i, layer in enumerate(layers):
         plans: list[Plan] = []
         usual = _usual(parts, i)
-        for piece in sorted(unlike[i].values(), key=lambda piece: piece != usual):
+        for piece in sorted(unlike[i].values(), key=lambda piece: usual is None or piece.geometry != usual.geometry):
             part = _part_of(
                 layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, draft.inner), left - spared
             )
             plans.append(plan_like(plans[0], part) if plans else plan_conv(part))
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
-        # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
-        most += max((loop.threads * loop.tile_bytes for loop in loops[-1]), default=0)
-        for kind in {(layer.x_dtype, type(loop)) for loop in loops[-1]}:
-            scratch[kind] = max(scratch.get(kind, 0), most)
-    beyond = sum(scratch.values()) - left
-    if beyond > 0:
+        for part_loop in loops[-1]:
+            whole, beside = scratch.get(kind := (layer.x_dtype, type(part_loop)), (0, 0))
+            scratch[kind] = max(whole, most), max(beside, part_loop.threads * part_loop.beside_bytes)
+    # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
+    shared = sum(map(sum, scratch.values()))
+    if shared > left:
         if not spared:
-            return _planned(problem, draft, -(-beyond // len(scratch)))
-        raise _too_large(cut, sum(sizes.values()) + cut.threads * sum(scratch.values()))
-    sizes["blocks"] += cut.threads * sum(scratch.values())
+            return _planned(problem, draft, -(-(shared - left) // len(scratch)))
+        raise _too_large(cut, sum(sizes.values()) + cut.threads * shared)
+    sizes["blocks"] += cut.threads * shared
     loop = replace(cut, loops=tuple(loops), held=tuple(image.shape[2 + axis] for image in held))
     return Fused(loop, sizes, draft.seconds)
 

@@ -145,8 +145,8 @@ class ConvLoop(PixelLoop):
         return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of what a block's columns are copied from."""
+    def beside_bytes(self) -> int:
+        """Bytes of what lies beside a block's largest array in the memory of `images`, as the tile beside its columns."""
         return 0
 
     @classmethod

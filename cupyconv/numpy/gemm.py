@@ -243,7 +243,7 @@ class Columns(Product):
         return self.block[0] == 1 and result_takes_sums(self.problem)
 
     @property
-    def tile_bytes(self) -> int:
+    def beside_bytes(self) -> int:
         return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
 
     @property

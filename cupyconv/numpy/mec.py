@@ -310,6 +310,10 @@ class MecRows(ConvLoop):
         return prod(tile_shape(self.geometry, self.geometry.in_channels, size)) * self.x_dtype.itemsize
 
     @property
+    def beside_bytes(self) -> int:
+        return self.tile_bytes + self._products_bytes
+
+    @property
     def workspace(self) -> int:
         tiles = 1 + temporaries(self.geometry, self.problem.prologue)
         return tiles * self.tile_bytes + self.columns_bytes + self._products_bytes + self.sums_bytes

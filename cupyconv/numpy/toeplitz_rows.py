@@ -218,7 +218,11 @@ class ToeplitzRows(ToeplitzLoop):
 
     @property
     def workspace(self) -> int:
-        return super().workspace + self.several * self._products_bytes
+        return self.beside_bytes + self.several * self._products_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        return super().workspace
 
     # Sums
 

@@ -1,0 +1,247 @@
+"""What is true of every plan of a chain on NumPy: by tiles, and layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import array
+from strategies import share_of_examples
+from test_every_numpy_plan import LEAST_LIMIT, MOST_LIMIT, about
+
+import cupyconv
+from cupyconv import ConvLayer
+from cupyconv.call.explain import checked_call
+from cupyconv.numpy import chain_fused
+from cupyconv.numpy.backend import NumpyBackend, Scratch
+from cupyconv.numpy.chain import LayersLoop, _unfused
+from cupyconv.numpy.chain_fused import ChainLoop, Fused, _by_price, _Draft, plan_fused
+from cupyconv.problem.geometry import ranges_of
+from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable
+
+BACKEND = NumpyBackend()
+#: How much less than its parts by themselves a chain may take, and more: most drafts are of the usual parts alone.
+FAR_LESS, FAR_MORE = 0.05, 12.0
+#: A function that makes an array of a shape, a dtype and an order in memory.
+Make = Callable[..., np.ndarray]
+
+
+def any_chain(random: Random, make: Make, scale: int) -> tuple[np.ndarray, list[ConvLayer]]:
+    """Layers with strides and groups, of which some read many rows of padding alone."""
+    rank, channels, batch = random.choice((1, 2, 2, 3)), about(random, 1, 12), about(random, 1, 9)
+    dtype = random.choice(("float32", "float32", "float64"))
+    size = [about(random, 1, {1: 10 * scale, 2: scale, 3: scale // 3}[rank]) for _ in range(rank)]
+    x = make(batch, channels, *size, dtype=dtype, order=random.choice(("C", "last")))
+    layers = []
+    for _ in range(random.randint(2, 4)):
+        kernel = [random.choice((1, 3, 3, 5)) for _ in range(rank)]
+        padding = tuple(random.choice((taps // 2, taps // 2, taps - 1, 9)) for taps in kernel)
+        stride = tuple(random.choice((1, 1, 1, 2)) for _ in range(rank))
+        groups = random.choice((1, 1, channels))
+        outputs = groups * about(random, 1, 12 // groups)
+        weight = make(outputs, channels // groups, *kernel, dtype=dtype, order=random.choice(("C", "C", "last")))
+        activation = random.choice((None, "relu"))
+        layers.append(ConvLayer(weight, stride=stride, padding=padding, groups=groups, activation=activation))
+        channels = outputs
+    return x, layers
+
+
+def chain_of(random: Random, make: Make = array, scale: int = 60) -> tuple[ChainProblem, dict[str, Any]]:
+    """Any chain under any limit on any number of threads, and its arrays."""
+    x, layers = any_chain(random, make, scale)
+    call = checked_call(cupyconv.conv_chain, x, layers)
+    (result,) = call.results
+    problem: Any = call.problem
+    machine = HostModel(random.choice((1, 2, 3)))
+    limit = about(random, LEAST_LIMIT, MOST_LIMIT)
+    problem = on(replace(problem, workspace_limit=limit), machine)
+    return problem, {**call.arrays, "out": np.empty(result.shape, result.dtype)}
+
+
+def on(problem: ChainProblem, machine: HostModel) -> ChainProblem:
+    layers = tuple(replace(layer, machine=machine) for layer in problem.layers)
+    return replace(problem, machine=machine, layers=layers)
+
+
+def fused(problem: ChainProblem) -> Fused | None:
+    try:
+        return plan_fused(problem)
+    except NotApplicable as refusal:
+        assert str(refusal)
+        return None
+
+
+@pytest.fixture
+def tile_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets about how large a tile is, so that small images have several."""
+    return partial(monkeypatch.setattr, chain_fused, "TILE_BYTES")
+
+
+@share_of_examples(0.6)
+@given(st.integers(0, 10**9))
+def test_tiles_are_all_of_a_chain_in_parts_that_were_planned(tile_bytes, seed):
+    """By any number of threads; the price is about that of the parts."""
+    random = Random(seed)
+    problem, _ = chain_of(random)
+    most = about(random, 1 << 8, 1 << 18)
+    tile_bytes(most)
+    tiled = fused(problem)
+    if tiled is None:
+        return
+    loop, threads = tiled.loop, problem.host.threads
+    last, (samples, rows) = problem.layers[-1].geometry, loop.tile
+    extent = last.out_size[loop.axis]
+    assert (extent >= 32 and all(size < 32 for size in last.out_size[: loop.axis])) or extent == max(last.out_size)
+    assert samples == rows == 1 or problem.intermediate_bytes * samples * rows <= most * last.batch * extent
+    # Threads have samples first, and bands of rows, whose neighbours compute some rows again, where these are too few.
+    groups = ranges_of(last.batch, samples)
+    assert [row for band in loop.row_ranges for row in band] == [*range(extent)]
+    assert loop.bands == 1 or len(groups) % threads
+    assert (loop.bands == 1) == (len(loop.row_ranges) == 1)
+    assert loop.threads in (1, min(threads, len(groups) * loop.bands))
+    assert loop.threads in (1, threads) or loop.bands == -(-extent // rows)
+    tiles = [tile for group in groups for band in loop.row_ranges for tile in loop.tiles(len(group), band)]
+    assert len(tiles) == loop.tiles_count
+    parts = [[part for piece, part in layer if piece.outputs] for layer in zip(*tiles)]
+    assert all(part and part.threads * loop.threads <= threads for layer in parts for part in layer)
+    together = sum(part.seconds for layer in parts for part in layer if part) / loop.threads
+    assert FAR_LESS * together < tiled.seconds < FAR_MORE * together
+    assert sum(part.turns for layer in parts for part in layer if part) <= loop.turns
+
+
+@share_of_examples(0.6)
+@given(st.integers(0, 10**9))
+def test_a_chain_keeps_within_its_limit_and_what_takes_less_is_taken(tile_bytes, seed):
+    """Copies of weights that are more than half of the limit come on top; so do images that are said to be beyond it."""
+    random = Random(seed)
+    problem, _ = chain_of(random)
+    tile_bytes(about(random, 1 << 8, 1 << 21))
+    copied = sum(layer.weight.nbytes for layer in problem.layers)
+    limit = max(problem.limit, min(problem.limit, copied) + copied)
+    apart, tiled = _unfused(problem), fused(problem)
+    (layers,) = apart.plan.steps
+    assert isinstance(layers, LayersLoop) and layers.times * layers.samples >= problem.layers[0].geometry.batch
+    between = sum(buffer.nbytes for buffer in apart.plan.workspace if buffer.name.startswith("layer"))
+    assert (apart.plan.workspace_bytes <= limit) if apart.fits else (apart.plan.workspace_bytes - between <= limit)
+    assert apart.fits != any("for one sample, beyond the workspace limit" in note for note in apart.plan.notes)
+    plan = BACKEND.plan(problem)
+    assert (plan.method == "unfused") if tiled is None else (plan.method == "fused") == (tiled.seconds < apart.seconds)
+    if tiled is not None:
+        assert sum(tiled.sizes.values()) <= limit
+
+
+def values(*shape: int, dtype: str = "float32", order: str = "C") -> np.ndarray:
+    array = np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype)
+    return np.moveaxis(np.moveaxis(array, 1, -1).copy(), -1, 1) if order == "last" else array
+
+
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_tiles_and_layers_compute_the_same(tile_bytes, seed):
+    random = Random(seed)
+    problem, arrays = chain_of(random, values, 24)
+    tile_bytes(about(random, 1 << 6, 1 << 13))
+    out, results = arrays["out"], []
+    for fuse in (True, False):
+        try:
+            run = BACKEND.prepare(BACKEND.plan(replace(problem, fuse=fuse)))
+        except ValueError as refusal:
+            assert fuse and "apply" in str(refusal)
+            continue
+        out[...] = 77
+        with BACKEND.current():
+            run(arrays)
+        results.append(out.copy())
+    assert len(results) == 1 or np.abs(results[0] - results[1]).max() <= 1e-4 * np.abs(results[1]).max()
+
+
+class Counted(Scratch):
+    """Memory whose arrays are counted."""
+
+    def __init__(self, dtype: np.dtype, rounds: int) -> None:
+        super().__init__(dtype, rounds)
+        self.sizes: dict[str, int] = {}
+
+    def array(self, name: str, shape: Any, dtype: np.dtype | None = None) -> np.ndarray:
+        result = super().array(name, shape, dtype)
+        self.sizes[name] = max(self.sizes.get(name, 0), result.nbytes)
+        return result
+
+
+#: Layers of one way that take turns in the memory of their parts, each with another array that is large: the image, its
+#: dtype, the limit, about how large a tile is, and outputs, channels of a group, kernel and groups of each layer.
+SHARING: dict[str, tuple[tuple[int, ...], str, int, int, list[tuple[int, int, tuple[int, int], int]]]] = {
+    "a tile of one, columns of another": (
+        (4, 8, 34, 101), "float32", 312_133, 35_929, [(1, 8, (1, 3), 1), (4, 1, (3, 1), 1), (48, 4, (5, 25), 1)],
+    ),
+    "columns of one, products of another": (
+        (3, 8, 36, 78), "float16", 1_556_002, 635_268, [(1, 8, (15, 15), 1), (16, 1, (15, 25), 1)],
+    ),
+    "matrices of one, products of another": (
+        (6, 1, 28, 112), "float16", 7_337_953, 169_352, [(2, 1, (25, 25), 1), (2, 1, (9, 9), 2)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", SHARING)
+def test_memory_that_layers_share_is_counted(of, tile_bytes, monkeypatch):
+    """Of each array as much as the layer takes that takes most of it."""
+    size, dtype, limit, tile, shapes = SHARING[of]
+    made: list[Counted] = []
+    monkeypatch.setattr(chain_fused, "Scratch", lambda *of, **rounds: made.append(Counted(*of, **rounds)) or made[-1])
+    tile_bytes(tile)
+    x, layers = values(*size, dtype=dtype), []
+    for outputs, channels, kernel, groups in shapes:
+        weight, padding = values(outputs, channels, *kernel, dtype=dtype), tuple(taps // 2 for taps in kernel)
+        layers.append(ConvLayer(weight, padding=padding, groups=groups, activation=None if layers else "gelu"))
+    with cupyconv.options(threads=1, workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True)
+        cupyconv.conv_chain(x, layers, fuse=True)
+    held = sum(buffer.nbytes for buffer in plan.workspace if buffer.name.startswith("layer"))
+    assert 0 < sum(sum(each.sizes.values()) for each in made) <= plan.workspace_bytes - held
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_parts_are_planned_like_the_usual_ones(tile_bytes, threads):
+    tile_bytes(10_000)
+    call = checked_call(cupyconv.conv_chain, array(1, 4, 99, 64), [ConvLayer(array(4, 4, 3, 3), padding=1)] * 3)
+    loop = plan_fused(on(call.problem, HostModel(threads))).loop  # type: ignore[arg-type]
+    tiles = [tile for band in loop.row_ranges for tile in loop.tiles(1, band)]
+    assert len(tiles) > 8
+    assert len(loop.loops[0]) > 2  # the first tile, and the last
+    for layer, loops in zip(zip(*tiles), loop.loops):
+        ((usual, _),) = Counter(piece.geometry for piece, _ in layer if piece.outputs).most_common(1)
+        assert loops[0].geometry == usual and len({part.name for part in loops}) == 1
+
+
+def test_threads_are_taken_where_one_takes_nearly_as_little():
+    problem: Any = checked_call(cupyconv.conv_chain, array(2, 4, 64, 64), [ConvLayer(array(4, 4, 3, 3))] * 2).problem
+    problem = on(problem, HostModel(2))
+    several, alone = (ChainLoop(problem, (1, 8), 1, threads) for threads in (2, 1))
+    drafts = [_Draft(alone, 2, 1.0, 1.0), _Draft(several, 1, 1.05, 2.0), _Draft(alone, 2, 0.5, 0.5)]
+    assert sorted(drafts, key=_by_price) == [drafts[2], drafts[1], drafts[0]]
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "limit", "words"),
+    [
+        ((1, 64, 1, 1), 1, 100, "a tile of 1 samples x 1 rows needs"),
+        ((1, 2, 90, 4), 41, 1 << 24, "windows at the ends of an image reach over more than 32 tiles"),
+        ((1, 2, 90, 4), 17, 1 << 24, "more than 12 kinds of parts for each layer"),
+    ],
+)
+def test_why_there_are_no_tiles(tile_bytes, size, kernel, limit, words):
+    """Each row of windows that reach over an end has padding of its own, and would be planned by itself."""
+    tile_bytes(1)
+    weight = array(size[1], size[1], kernel, 1)
+    layers = [ConvLayer(weight, padding=(kernel // 2, 0))] * 2
+    with cupyconv.options(workspace_limit=limit, threads=1), pytest.raises(ValueError, match=words):
+        cupyconv.explain(cupyconv.conv_chain, array(*size), layers, fuse=True)
