@@ -209,6 +209,14 @@ def test_memory_that_layers_share_is_counted(of, tile_bytes, monkeypatch):
     assert 0 < sum(sum(each.sizes.values()) for each in made) <= plan.workspace_bytes - held
 
 
+def test_images_beyond_the_limit_are_said_of_layers_that_need_nothing_else():
+    layers = [ConvLayer(array(8, 8, 1, 1))] * 2
+    with cupyconv.options(threads=1, workspace_limit=1000):
+        plan = cupyconv.explain(cupyconv.conv_chain, array(2, 8, 64, 64), layers, fuse=False)
+    assert plan.workspace_bytes == 4 * 8 * 64 * 64  # the image of one sample
+    assert any("bytes for one sample, beyond the workspace limit" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_other_parts_are_planned_like_the_usual_ones(tile_bytes, threads):
     tile_bytes(10_000)
