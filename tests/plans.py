@@ -89,6 +89,8 @@ def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
             if step.kernel.name not in UNCOSTED:
                 assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in PLACING), step
             _check_columns(step, sizes)
+            _check_sums(step, sizes)
+            _check_vectors(step)
         else:
             assert isinstance(step, GemmCall)
             _check_gemm(step, sizes)
@@ -137,6 +139,39 @@ def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
     target = params["columns"]
     if target.buffer in sizes:
         assert target.offset + (last + 1) * itemsize <= sizes[target.buffer], launch
+
+
+def _check_sums(launch: KernelLaunch, sizes: dict[str, int]) -> None:
+    """Sums that an epilogue finishes lie within their buffer, and apart: none stands for two elements of the result."""
+    params = dict(launch.params)
+    if launch.kernel.name != "epilogue" or params["sums"] is None or params["sums"].buffer not in sizes:
+        return
+    axes = [(params["batch"], params["sums_stride_n"]), (params["channels"], params["sums_stride_o"])]
+    axes += [(params["pixels"], params["sums_stride_p"]), (params["planes"], params["plane"])]
+    axes += [(2, params["imaginary"])] * (params["imaginary"] > 0)
+    reached = 0
+    for extent, stride in sorted(((n, step) for n, step in axes if n > 1), key=lambda axis: axis[1]):
+        assert stride > reached, launch
+        reached += (extent - 1) * stride
+    end = params["sums"].offset + (reached + 1) * ITEMSIZE[dict(launch.kernel.macros)["SUM_DTYPE"]]
+    assert end <= sizes[params["sums"].buffer], launch
+
+
+def _check_vectors(launch: KernelLaunch) -> None:
+    """An epilogue writes whole vectors, and reads its sums in pieces of 16 bytes where all of these begin on boundaries."""
+    params, macros = dict(launch.params), dict(launch.kernel.macros)
+    if launch.kernel.name != "epilogue":
+        return
+    assert params["channels"] == 1 or params["out"][2], "all channels would be written to one place"
+    width, item = int(macros["WIDTH"]), ITEMSIZE[macros["SUM_DTYPE"]]
+    along, across = ("channels", "pixels") if params["along_channels"] else ("pixels", "channels")
+    assert params[along] % width == 0 and (params["along_channels"] or params["first_pixel"] % width == 0), launch
+    strides = {"channels": params["sums_stride_o"], "pixels": params["sums_stride_p"]}
+    piece, sums = min(width * item, 16), params["sums"]
+    apart = [params["sums_stride_n"]] * (params["batch"] > 1) + [strides[across]] * (params[across] > 1)
+    begins = [step * item for step in (*apart, params["imaginary"], params["plane"])] + [sums.offset if sums else 1]
+    in_pieces = width > 1 and strides[along] == 1 and all(begin % piece == 0 for begin in begins)
+    assert params["sums_vectorized"] == in_pieces, launch
 
 
 def recurrent_gradient_plan(

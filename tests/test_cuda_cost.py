@@ -7,6 +7,7 @@ each other, the hardware's own numbers, and larger problems.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,10 +18,12 @@ from plans import array, launches, recurrent_gradient_plan
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.conv import choose, draft_conv
 from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.implicit_gemm import tiles
 from cupyconv.cuda.plan.weight_gradient import ROWS
-from cupyconv.problem.arrays import operand
+from cupyconv.problem.arrays import ITEMSIZE, operand
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Transform
 from cupyconv.problem.problems import NotApplicable
@@ -49,6 +52,17 @@ def test_a_multiprocessor_issues_four_instructions_a_clock(gpu):
 def test_shared_memory_gives_no_more_than_a_line_a_clock(gpu):
     clocks = cost.issue_rate(gpu) / 4  # of all multiprocessors
     assert 1 / clocks < cost.shared_memory_seconds(1, gpu) < 2 / clocks
+
+
+def test_instructions_are_counted_of_every_tile_that_a_kernel_is_compiled_for():
+    """And of no other; of bfloat16 as of float16."""
+    asked: dict[tuple[str, int, str], set[tuple[int, int]]] = {}
+    ways = product(KNOWN_GPUS.values(), FIRST_MMA, (False, True), ("ALONG_PIXELS", "PIXEL_CHUNKS", "ALONG_CHANNELS"))
+    for gpu, dtype, allow_tf32, gather in ways:
+        for arithmetic in arithmetics(dtype, gpu, allow_tf32):
+            found = asked.setdefault((arithmetic, ITEMSIZE[dtype], gather), set())
+            found.update(tiles(dtype, arithmetic, gather))
+    assert {key: set(counts) for key, counts in cost.ISSUED.items()} == asked
 
 
 @EVERY_GPU

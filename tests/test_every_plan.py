@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import GRID_Y, UNCOSTED, array, check, launches, recurrent_gradient_plan
+from plans import GRID_Y, UNCOSTED, array, check, gemms, launches, recurrent_gradient_plan
 from rounds import each_step
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import plan as planned
 from cupyconv.cuda.plan.channels_last import channels_last
+from cupyconv.cuda.plan.draft import Draft, relocated, within
 from cupyconv.cuda.plan.implicit_weight_gradient import STAGES
 from cupyconv.cuda.plan.launches import GRID_X
 from cupyconv.cuda.plan.packed_weight import SLAB_BYTES
@@ -36,7 +37,17 @@ from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.machine import known_gpu
-from cupyconv.problem.plan import Address, GemmCall, KernelLaunch, LaunchLoop, Plan, Transform
+from cupyconv.problem.plan import (
+    MAX_SOURCES,
+    Address,
+    Buffer,
+    GemmCall,
+    KernelLaunch,
+    LaunchLoop,
+    Plan,
+    Rounds,
+    Transform,
+)
 from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import GATES
 
@@ -832,6 +843,300 @@ def test_a_merge_takes_all_shared_memory_that_every_gpu_has_and_needs_matrix_ins
         assert launches(plan)[0].kernel.name == name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_weight", "on", "words"),
+    [
+        ("complex64", "complex64", "sm_75", "sm_75 has no matrix instructions for complex64"),
+        ("complex64", "complex64", "sm_80", None),
+        ("complex128", "complex128", "sm_90", "no kernel for products of complex128"),
+        ("complex64", "float32", "sm_90", "no kernel for products of complex64 and float32"),
+        ("bfloat16", "bfloat16", "sm_75", "sm_75 has no matrix instructions for bfloat16"),
+        ("bfloat16", "bfloat16", "sm_80", None),
+    ],
+)
+def test_a_kernel_is_for_gpus_that_have_its_instructions(dtype, of_weight, on, words):
+    """That of implicit GEMMs, and of real numbers that of a pair of layers."""
+    if is_real := dtype == "bfloat16":
+        dtype = of_weight = pytest.importorskip("ml_dtypes").bfloat16
+    x, weight = array(2, 8, 9, 9, dtype=dtype), array(8, 8, 3, 3, dtype=of_weight)
+    calls: list[Any] = [(cupyconv.conv, weight, {"method": "implicit_gemm"})]
+    calls += [(cupyconv.conv_chain, [cupyconv.ConvLayer(weight)] * 2, {"fuse": True})] * is_real
+    for function, given, settings in calls:
+        with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
+            cupyconv.explain(function, x, given, **settings, on=on)
+
+
+def test_layers_that_have_nothing_to_sum_share_no_kernel():
+    layers = [cupyconv.ConvLayer(array(8, channels, 3, 3)) for channels in (0, 8)]
+    with pytest.raises(ValueError, match="nothing to sum over"):
+        cupyconv.explain(cupyconv.conv_chain, array(2, 0, 9, 9), layers, fuse=True, on="sm_90")
+
+
+@pytest.mark.parametrize("fuse", ["auto", True])
+def test_of_pairings_that_take_as_long_one_is_taken(fuse):
+    """Of three layers that are alike, the first two or the last two."""
+    layers = [cupyconv.ConvLayer(array(8, 8, 3, 3), padding=1)] * 3
+    plan = cupyconv.explain(cupyconv.conv_chain, array(2, 8, 32, 32), layers, fuse=fuse, on="sm_90")
+    assert [step.kernel.name for step in plan.steps].count("conv_pair") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_bias_that_does_not_lie_side_by_side_is_copied(count):
+    """Of a lone element it makes no difference."""
+    x, weight, bias = array(1, 4, 8, 8), array(count, 4, 3, 3), array(count)
+    for each in (bias, bias[::-1], array(count, order="gaps")):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, each, on="sm_90")
+        assert [one.buffer for one in plan.conversions] == ["bias"] * (each is not bias and count > 1)
+
+
+def test_what_is_made_of_a_weight_is_kept_where_calls_give_the_same():
+    """What is converted is another array in each call."""
+    for dtype, names in (("float32", ["weight for TF32X3 64 x 4"]), ("float16", [])):
+        call = checked_call(cupyconv.conv, array(2, 8, 9, 9), array(8, 8, 3, 3, dtype=dtype), on="sm_90")
+        problem: Any = replace(call.problem, weight_is_constant=True, method="implicit_gemm")
+        assert [buffer.name for buffer in planned(problem).workspace if buffer.is_kept] == names
+
+
+def kernel_of(plan: Plan) -> str:
+    """The square kernel that a depthwise launch is compiled for, "0" for any; what else is launched."""
+    (launch,) = launches(plan)
+    return dict(launch.kernel.macros)["KERNEL"] if launch.kernel.name.startswith("depthwise") else launch.kernel.name
+
+
+@pytest.mark.parametrize("size", [(20, 20), (6, 20, 20)])
+def test_strips_of_a_depthwise_convolution_go_forward_through_planes(size):
+    """From sample to sample and from channel to channel they may go back; and the kernel is listed by its stride along h."""
+    weight, settings = array(8, 1, *(3,) * 2 if len(size) == 2 else (1, 3, 3)), {"groups": 8, "method": "direct"}
+    for axis in range(2 + len(size)):
+        x = np.flip(array(2, 8, *size), axis)
+        plan = cupyconv.explain(cupyconv.conv, x, weight, **settings, on="sm_90")
+        assert kernel_of(plan) == ("3" if axis < 2 else "0")
+    for stride in ((1, 3), (3, 1)):
+        given = settings | {"stride": (1,) * (len(size) - 2) + stride}
+        plan = cupyconv.explain(cupyconv.conv, array(2, 8, *size), weight, **given, on="sm_90")
+        assert kernel_of(plan) == ("3" if stride == (1, 3) else "0")
+
+
+def test_planes_of_a_depthwise_convolution_are_counted_in_32_bits():
+    """Bytes from the first element to the last; and of all samples the elements of a channel of the result, on the way back."""
+    for rows, kernel in ((1 << 14, "3"), ((1 << 14) + 1, "0")):
+        x, given = array(1, 2, rows, 1 << 14), {"groups": 2, "method": "direct", "on": "sm_90"}
+        assert kernel_of(cupyconv.explain(cupyconv.conv, x, array(2, 1, 3, 3), **given)) == kernel
+    for batch, kernel in ((3, "2"), (4, "transposed")):
+        x, given = array(batch, 2, 1 << 13, 1 << 13), {"stride": 2, "groups": 2, "method": "direct", "on": "sm_90"}
+        assert kernel_of(cupyconv.explain(cupyconv.conv_transpose, x, array(2, 1, 2, 2), **given)) == kernel
+
+
+def test_sums_of_a_depthwise_weight_are_made_within_the_limit():
+    """Of float16, whose sums are wider than the result; and groups of two channels are not depthwise."""
+    grad = array(64, 64, 56, 56, dtype="float16")
+    arguments, settings = (cupyconv.conv_grad_weight, grad, grad, 3), {"padding": 1, "method": "direct", "on": "sm_90"}
+    for groups in (64, 32):
+        plan: Any = cupyconv.explain(*arguments, **settings, groups=groups)
+        assert bool(launches(plan, "depthwise_weight_gradient")) == (groups == 64)
+    with cupyconv.options(workspace_limit=0), pytest.raises(ValueError, match="sums need"):
+        cupyconv.explain(*arguments, **settings, groups=64)
+
+
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+def test_a_kernel_takes_as_many_inputs_as_its_parameters_hold(method):
+    for count in (MAX_SOURCES, MAX_SOURCES + 1):
+        xs, weight = [array(2, 2, 9, 9)] * count, array(4, 2 * count, 3, 3)
+        with contextlib.nullcontext() if count == MAX_SOURCES else pytest.raises(ValueError, match=f"{count} inputs"):
+            cupyconv.explain(cupyconv.conv, xs, weight, method=method, on="sm_90")
+
+
+@pytest.mark.parametrize("limit", [None, 20_000_000])
+@pytest.mark.parametrize("channels", [(32, 48), (2, 3)])
+def test_spectra_of_several_inputs_are_multiplied_each_at_its_place(channels, limit):
+    """In chunks or at once; what a weight's gradient begins with its first chunk, the others add to."""
+    xs = [array(16, count, 40, 40) for count in channels]
+    weight, grad = array(64, sum(channels), 9, 9), array(16, 64, 32, 32)
+    for function, arguments in ((cupyconv.conv, (xs, weight)), (cupyconv.conv_grad_weight, (grad, xs, 9))):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(function, *arguments, method="fft", on="sm_90")
+        check(plan, limit)
+        steps, chunks = each_step(plan.steps), chunks_of(plan)
+        (transform, *_) = (step for step in steps if isinstance(step, Transform))
+        calls = [step for step in steps if isinstance(step, GemmCall)]
+        assert sum(call.batch for call in calls) in (0, 2 * chunks * prod(transform.frequencies))
+        if function is cupyconv.conv_grad_weight:
+            added = [call.beta for call in calls] or [
+                dict(one.params)["adds"] for one in launches(plan, "spectra_gradient")
+            ]
+            assert added == [0, 0] + [1, 1] * (chunks - 1)
+            (finish,) = launches(plan, "finish_weight_tiles")
+            parts = {one.grid[2] for one in launches(plan, "spectra_gradient")} or {1}
+            assert parts == {dict(finish.params)["parts"]}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 40])
+def test_gradients_of_epilogues_go_along_channels_where_these_are_neighbours(count):
+    for order in ("C", "last"):
+        x = array(4, count, 12, 12, order=order)
+        usual = {"grad": x, "saved": None, "through": False, "sums": True, "spatial": 2, "activation": None}
+        (launch,) = launches(holds(EPILOGUE_GRADIENT.checked(usual, "sm_90")), "epilogue_grad")[:1]
+        assert (dict(launch.params)["lanes"] > 1) == (order == "last" and count > 1)
+
+
+def test_every_place_of_a_step_moves_with_its_buffer():
+    x, weight = array(2, 8, 20, 20), array(8, 8, 9, 9)
+    for method in ("gemm", "fft", "implicit_gemm"):
+        steps = each_step(cupyconv.explain(cupyconv.conv, x, weight, method=method, on="sm_90").steps)
+        for step in steps:
+            also = (
+                (LaunchLoop((step,), 3, "step"), Rounds((step,), (step,), 3)) if isinstance(step, KernelLaunch) else ()
+            )
+            for one in (step, *also):
+                before = list(addresses(one))
+                moved = relocated(relocated(one, {at.buffer: Address(at.buffer, 512) for at in before}), {})
+                assert list(addresses(moved)) == [Address(at.buffer, at.offset + 512) for at in before]
+    twice = Address("x", 256)
+    assert relocated(twice, {"x": Address("workspace", 512)}) == Address("workspace", 768)
+
+
+def test_a_prologue_begins_with_the_channel_that_a_table_of_inputs_does():
+    xs, scale = [array(2, 2, 9, 9)] * (MAX_SOURCES + 1), array(2 * MAX_SOURCES + 2)
+    weight = array(4, 2 * MAX_SOURCES + 2, 3, 3)
+    plan = cupyconv.explain(cupyconv.conv, xs, weight, prologue=(scale, None, "relu"), method="gemm", on="sm_90")
+    columns = [launch for launch in launches(plan, "im2col") if launch.purpose.startswith("columns")]
+    assert [dict(launch.params)["prologue"][0].offset for launch in columns] == [0, 2 * MAX_SOURCES * 4]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mode", "searches"),
+    [((3, 3), "constant", 0), ((3, 3), "reflect", 1), ((3, 33), "constant", 1), ((3, 33), "reflect", 1)],
+)
+def test_taps_of_a_window_are_bits_where_it_is_padded_with_zeros(kernel, mode, searches):
+    """Of each axis by itself, and 31 at the most."""
+    x, weight = array(2, 8, 40, 40), array(8, 8, *kernel)
+    settings = {"padding": 1, "padding_mode": mode, "method": "implicit_gemm"}
+    (launch,) = launches(cupyconv.explain(cupyconv.conv, x, weight, **settings, on="sm_90"), "implicit_gemm")
+    assert dict(launch.params)["steps"][-1] == searches
+
+
+def test_an_implicit_gemm_with_a_prologue_gathers_channels_last_inputs_by_elements():
+    x, weight = array(2, 8, 12, 12, order="last"), array(8, 8, 3, 3)
+    given = {"prologue": (array(8), None, "relu"), "method": "implicit_gemm"}
+    plan = holds(checked_call(cupyconv.conv, x, weight, **given, on="sm_90"))
+    moved = any(launch.kernel.name == "channels_last" for launch in plan.steps)
+    assert moved or any("with a prologue: gathered by elements" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_groups_of_one_sample_are_one_call(batch):
+    """Of more, each group is; a weight that lies transposed is multiplied so."""
+    x, weight = array(batch, 8, 8, 8), np.moveaxis(array(4, 8, 1, 1), 0, 1)
+    plan = holds(checked_call(cupyconv.conv, x, weight, groups=2, method="gemm", on="sm_90"))
+    assert not plan.workspace and [call.batch for call in gemms(plan)] == [2] * batch
+
+
+#: What implicit_gemm.cu counts in so few bits that a call may pass it, of a size that does: one less is within it.
+COUNTED_IN_BITS: dict[str, tuple[int, str, Any]] = {
+    "a channel's stride": (1 << 14, "int32", lambda n: (array(1, 2, 1 << 14, n), array(4, 2, 1, 1), {})),
+    "a tap's stride": (1 << 14, "int32", lambda n: (array(1, 1, 16385, 1 << 14), array(4, 1, 2, 1), {"dilation": (n, 1)})),
+    "K": (1 << 20, "int32", lambda n: (array(1, n, 16, 16), array(1, n, 16, 16), {})),
+    "a slab of the weight": (1 << 22, "int32", lambda n: (array(1, 1, 4, 4), array(n, 1, 1, 1), {})),
+    "indices of a pixel": (
+        1025, "in 32 bits", lambda n: (array(1, 2, 1025, 1025, n, order="last"), array(4, 2, 1, 1, 1), {})
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED_IN_BITS)
+def test_an_implicit_gemm_is_of_sizes_that_its_kernel_counts(name):
+    beyond, words, of_size = COUNTED_IN_BITS[name]
+    for size in (beyond - 1, beyond):
+        x, weight, settings = of_size(size)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(cupyconv.options(workspace_limit=1 << 40))
+            if size == beyond:
+                stack.enter_context(pytest.raises(ValueError, match=words))
+            cupyconv.explain(cupyconv.conv, x, weight, **settings, method="implicit_gemm", on="sm_90")
+
+
+def test_samples_and_one_tap_are_as_far_apart_as_they_like():
+    """Where a sample begins is counted in 64 bits, and nothing is a dilated tap's stride away from the only one."""
+    for x, dilation in ((array(2, 1, 1 << 14, 1 << 14), 1), (array(1, 1, 16385, 1 << 14), 1 << 14)):
+        hold(
+            cupyconv.explain(
+                cupyconv.conv, x, array(4, 1, 1, 1), dilation=dilation, method="implicit_gemm", on="sm_90"
+            ),
+            None,
+        )
+
+
+@pytest.mark.parametrize("step", [32, 33, 36, 40, 44, 48, (1 << 24) - 8, 1 << 24])
+def test_rows_of_a_weight_that_begin_on_boundaries_are_slabs_as_they_lie(step):
+    """Of 16 bytes, eight numbers, and no further apart than int32 counts."""
+    x, one = array(2, 32, 8, 8, dtype="float16", order="last"), array(1, dtype="float16")
+    weight = np.lib.stride_tricks.as_strided(one, (16, 32, 1, 1), (2 * step, 2, 2, 2))
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
+    assert bool(launches(plan, "pack_weight")) == (step % 8 > 0 or step == 1 << 24)
+
+
+def test_sums_are_kept_where_that_is_less_and_there_is_room():
+    """Of 16 bits, with one addend and bounds: a pass over sums is less than one before the product and one after."""
+    x, weight, bias = (array(*each, dtype="float16") for each in ((8, 64, 28, 28), (64, 64, 1, 1), (64,)))
+    for limit, purposes in ((None, ["products", "bias, relu"]), (0, ["bias", "products", "relu"])):
+        with cupyconv.options(workspace_limit=limit):
+            given = {"activation": "relu", "method": "gemm", "on": "sm_90"}
+            plan = cupyconv.explain(cupyconv.conv, x, weight, bias, **given)
+        hold(plan, None, limit)
+        assert [step.purpose for step in plan.steps] == purposes
+
+
+def test_a_weight_in_order_is_copied_within_the_limit_alone():
+    """Beside images that are multiplied where they lie, it is all the workspace there is."""
+    x, weight = array(1, 64, 8, 8), array(64, 64, 1, 1, order="gaps")
+    for limit in (16384, 16383):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(cupyconv.options(workspace_limit=limit))
+            if limit < 16384:
+                stack.enter_context(pytest.raises(ValueError, match="needs 16,384 bytes"))
+            plan = cupyconv.explain(cupyconv.conv, x, weight, method="gemm", on="sm_90")
+            assert [buffer.nbytes for buffer in plan.workspace] == [16384]
+
+
+def test_a_draft_that_takes_the_limit_is_within_it():
+    """One that takes more is given less, until it does."""
+    asked: list[int] = []
+
+    def draft_of(room: int) -> Draft:
+        asked.append(room)
+        return Draft("", (), (Buffer("one", room), Buffer("other", 512 * (room > 512))))
+
+    assert within(1024, lambda room: Draft("", (), (Buffer("one", room),))).workspace[0].nbytes == 1024
+    assert [buffer.nbytes for buffer in within(1024, draft_of).workspace] == [512, 0] and asked == [1024, 512]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "converted"),
+    [
+        (("float32", "float32", "float32"), []),
+        (("float32", "float64", "float64"), ["x"]),
+        (("float64", "float32", "float32"), ["weight[0]", "weight[1]"]),
+        (("float16", "float32", "float16"), ["x", "weight[1]"]),
+        (("float16", "float32", "float64"), ["x"]),  # what is between is widened in workspace
+    ],
+)
+def test_a_chain_converts_its_arguments_alone(dtypes, converted):
+    x, *weights = array(2, 4, 10, 10, dtype=dtypes[0]), *(array(4, 4, 3, 3, dtype=dtype) for dtype in dtypes[1:])
+    plan = cupyconv.explain(cupyconv.conv_chain, x, [cupyconv.ConvLayer(each) for each in weights], on="sm_90")
+    assert [each.buffer for each in plan.conversions] == converted
+
+
+@pytest.mark.parametrize("channels", [(4, 4, 0, 4), (4, 0, 4, 4)])
+def test_nothing_is_widened_for_a_layer_that_reads_or_writes_nothing(channels):
+    """Between layers of float32 and of float64."""
+    dtypes = "float32", "float64", "float64"
+    weights = [array(n, of, 3, 3, dtype=dtype) for of, n, dtype in zip(channels, [*channels[1:], 4], dtypes)]
+    layers = [cupyconv.ConvLayer(each) for each in weights]
+    plan = cupyconv.explain(cupyconv.conv_chain, array(2, 4, 10, 10), layers, on="sm_90")
+    check(plan)
+    assert not any("->" in step.purpose for step in plan.steps) and len(plan.steps) == 2
+
+
 def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Of 64 samples of 64 channels: tens of megabytes."""
     x, small = (array(64, 64, size, size, dtype=dtype, order=order) for size in (56, 28))
@@ -904,6 +1209,7 @@ def test_parts_of_a_sum_are_as_many_as_there_is_room_for():
         (launch,) = launches(plan, "depthwise_weight_gradient")
         in_place = parts == 1 and dtype == "float32"
         assert launch.grid[0] == parts and len(plan.steps) == 2 - in_place
+        assert ("in parts" in launch.purpose) == (parts > 1)
         assert sum(buffer.nbytes for buffer in plan.workspace) == (0 if in_place else parts * 9 * 64 * 4)
 
 

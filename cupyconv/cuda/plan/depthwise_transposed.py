@@ -32,8 +32,7 @@ ROWS = 8
 def depthwise_launches(problem: TransposedProblem) -> list[KernelLaunch]:
     """A launch for each result; none where the kernel does not serve."""
     geometry = problem.geometry
-    dtypes = {problem.x_dtype, problem.weight_dtype, problem.dtype}
-    if geometry.groups == 1 or is_complex(problem.dtype) or len(dtypes) > 1 or geometry.padding_mode != "constant":
+    if geometry.groups == 1 or is_complex(problem.dtype) or geometry.padding_mode != "constant":
         return []
     weight = replace(problem.weight, strides=tuple(map(abs, problem.weight.strides)))
     kernel = listed_kernel(geometry, problem.xs, (weight,), KERNELS)

@@ -121,8 +121,8 @@ def _turned(operand: Operand) -> Operand:
     """Channels as pixels and pixels as channels: what is said of vectors along the one holds along the other."""
     stride = operand.pixel_stride
     pixels = operand.pixels
-    if stride is None:
-        return replace(operand, alignment=1)
+    if stride is None:  # then there are no vectors along pixels, nor here
+        return operand
     shape = (operand.shape[0], pixels, 1, 1, operand.shape[1])
     return replace(operand, shape=shape, strides=(operand.stride_n, stride if pixels > 1 else 0, 0, 0, 1))
 

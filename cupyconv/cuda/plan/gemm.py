@@ -45,7 +45,7 @@ from cupyconv.cuda.plan.matrices import (
     gathered_buffers,
     image_factors,
     image_matrix,
-    most_segments,
+    is_in_segments,
     place,
     refuse_chunk,
     row_length,
@@ -136,9 +136,8 @@ class _GemmPlanner(ProductsPlanner):
     def _out_in_place(self) -> MatrixView | None:
         problem = self.problem
         (view,) = self.image_views([problem.out])
-        accumulations = most_segments(self.factors, self.geometry.reduction)
         bounded = not problem.activation or problem.activation.bounds is not None
-        rounded_twice = accumulations > 1 or self.addends > 1 or not bounded
+        rounded_twice = is_in_segments(self.factors, self.geometry.reduction) or self.addends > 1 or not bounded
         if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[problem.out.dtype] == 2):
             return None
         return view

@@ -7,7 +7,6 @@ gathered into workspace first, chunk by chunk.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -91,8 +90,8 @@ def matrix_view(
         return None
     if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= MAX_DIMENSION):
         return MatrixView(at, itemsize, row_stride if rows > 1 else columns, stride, False)
-    if (rows == 1 or row_stride == 1) and (columns == 1 or rows <= column_stride <= MAX_DIMENSION):
-        return MatrixView(at, itemsize, column_stride if columns > 1 else rows, stride, True)
+    if (rows == 1 or row_stride == 1) and rows <= column_stride <= MAX_DIMENSION:
+        return MatrixView(at, itemsize, column_stride, stride, True)
     return None
 
 
@@ -200,10 +199,9 @@ def column_factor(
     return Factor("columns", 0, geometry.in_channels * geometry.taps, xs, geometry, dtype, None, parts, prologue)
 
 
-def most_segments(factors: Sequence[Factor], reduction: int) -> int:
-    """The most places that the rows of one group lie in."""
-    cut = Counter(factor.first // reduction for factor in factors if factor.count and factor.first % reduction)
-    return 1 + max(cut.values(), default=0)
+def is_in_segments(factors: Sequence[Factor], reduction: int) -> bool:
+    """Whether the rows of some group lie in more than one place."""
+    return any(factor.count and factor.first % reduction for factor in factors)
 
 
 def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int, int, int, int]]:
