@@ -976,7 +976,11 @@ def test_gradients_of_epilogues_go_along_channels_where_these_are_neighbours(cou
         x = array(4, count, 12, 12, order=order)
         usual = {"grad": x, "saved": None, "through": False, "sums": True, "spatial": 2, "activation": None}
         (launch,) = launches(holds(EPILOGUE_GRADIENT.checked(usual, "sm_90")), "epilogue_grad")[:1]
-        assert (dict(launch.params)["lanes"] > 1) == (order == "last" and count > 1)
+        given = {"grad": x, "x": x, "scale": array(count), "shift": None, "through": True, "sums": None}
+        given |= {"spatial": 2, "activation": None}
+        (back,) = launches(holds(PROLOGUE_GRADIENT.checked(given, "sm_90")), "prologue_grad")[:1]
+        for one in (launch, back):
+            assert (dict(one.params)["lanes"] > 1) == (order == "last" and count > 1)
 
 
 def test_every_place_of_a_step_moves_with_its_buffer():
@@ -1029,6 +1033,34 @@ def test_groups_of_one_sample_are_one_call(batch):
     x, weight = array(batch, 8, 8, 8), np.moveaxis(array(4, 8, 1, 1), 0, 1)
     plan = holds(checked_call(cupyconv.conv, x, weight, groups=2, method="gemm", on="sm_90"))
     assert not plan.workspace and [call.batch for call in gemms(plan)] == [2] * batch
+
+
+def test_a_merge_is_of_one_group_and_of_pixels_that_are_neighbours():
+    """Those of the inputs and of the result; a residual may lie as it likes."""
+
+    def kernel(order: str = "C", groups: int = 1, out: str = "C", residual: str = "C") -> str:
+        x, weight = array(2, 8, 8, 8, order=order), array(8, 8 // groups, 1, 1)
+        places = {"C": np.zeros((2, 8, 8, 8), np.float32), "gaps": np.zeros((2, 8, 8, 16), np.float32)[..., ::2]}
+        places["last"] = np.moveaxis(places["C"], 3, 1)
+        images = {"out": places[out], "residual": array(2, 8, 8, 8, order=residual)}
+        given: dict[str, Any] = images | {"groups": groups, "method": "direct", "on": "sm_90"}
+        return launches(cupyconv.explain(cupyconv.conv, x, weight, **given))[0].kernel.name
+
+    assert kernel() == kernel(residual="last") == "merge"
+    assert "merge" not in (kernel(groups=2), kernel("last"), kernel("gaps"), kernel(out="last"), kernel(out="gaps"))
+
+
+def test_a_row_that_ends_before_a_boundary_is_not_written_beyond_its_end():
+    x, weight, bias = array(2, 8, 13), array(8, 8, 1), array(8)
+    out = np.zeros((2, 8, 16), np.float32)[..., :13]
+    check(cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", out=out, on="sm_90"))
+
+
+def test_a_weight_is_conjugated_on_the_way_back():
+    grad, weight = (array(*shape, dtype="complex64") for shape in ((2, 8, 9, 9), (8, 8, 3, 3)))
+    plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, (2, 8, 11, 11), method="implicit_gemm", on="sm_90")
+    (pack,) = launches(plan, "pack_weight")
+    assert pack.purpose.endswith("conjugated") and dict(pack.params)["packed_as"] == 3
 
 
 #: What implicit_gemm.cu counts in so few bits that a call may pass it, of a size that does: one less is within it.
