@@ -1155,6 +1155,7 @@ def test_a_draft_that_takes_the_limit_is_within_it():
 def test_a_chain_converts_its_arguments_alone(dtypes, converted):
     x, *weights = array(2, 4, 10, 10, dtype=dtypes[0]), *(array(4, 4, 3, 3, dtype=dtype) for dtype in dtypes[1:])
     plan = cupyconv.explain(cupyconv.conv_chain, x, [cupyconv.ConvLayer(each) for each in weights], on="sm_90")
+    check(plan)
     assert [each.buffer for each in plan.conversions] == converted
 
 
