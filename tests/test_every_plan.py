@@ -1063,6 +1063,15 @@ def test_a_weight_is_conjugated_on_the_way_back():
     assert pack.purpose.endswith("conjugated") and dict(pack.params)["packed_as"] == 3
 
 
+def test_parts_of_complex_numbers_are_gathered_each_from_where_it_is():
+    """Beside real numbers: imaginary parts lie behind the real ones, and a number has two."""
+    grad, x = array(2, 8, 14, 13), array(2, 5, 14, 13, dtype="complex64")
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="gemm", on="sm_90")
+    read = [dict(launch.params)["sources"][0][0][0] for launch in launches(plan, "im2col")]
+    read = [(at.offset, strides) for at, _, _, strides in read if at.buffer == "x"]
+    assert read == [(offset, (0, 26, 2)) for offset in (0, 4)]
+
+
 #: What implicit_gemm.cu counts in so few bits that a call may pass it, of a size that does: one less is within it.
 COUNTED_IN_BITS: dict[str, tuple[int, str, Any]] = {
     "a channel's stride": (1 << 14, "int32", lambda n: (array(1, 2, 1 << 14, n), array(4, 2, 1, 1), {})),
