@@ -65,6 +65,13 @@ def test_instructions_are_counted_of_every_tile_that_a_kernel_is_compiled_for():
     assert {key: set(counts) for key, counts in cost.ISSUED.items()} == asked
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("on", ["sm_75", "sm_80", "sm_90"])
+def test_instructions_are_counted_of_every_dtype_that_goes_back_through_a_layer(dtype, on):
+    """By its only kernel of all steps, where the weight has room on the GPU."""
+    assert recurrent_gradient_plan("lstm", dtype, (10, 4, 8, 64), on=on).method == "persistent"
+
+
 @EVERY_GPU
 def test_tensor_cores_are_as_quick_as_their_products_are_many(gpu):
     """One product of TF32 in place of one, or three; cuBLAS's rates are reached in part, of float64 whole."""
