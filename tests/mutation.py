@@ -42,9 +42,11 @@ import ast
 import copy
 import gc
 import hashlib
+import importlib
 import json
 import os
 import pickle
+import pkgutil
 import random
 import resource
 import signal
@@ -52,6 +54,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,6 +62,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+
+import cupyconv
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / ".mutation"
@@ -287,7 +292,13 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 @cache
 def functions_of_package() -> dict[str, list[FunctionType]]:
-    """All functions there are, by their file: looked for once, for it takes longer than most tests."""
+    """All functions there are, by their file: looked for once, for it takes longer than most tests.
+
+    Of the whole package, also what it would import only when it is first asked for.
+    """
+    for one in pkgutil.walk_packages(cupyconv.__path__, "cupyconv."):
+        with suppress(ModuleNotFoundError):  # of a library that is not here
+            importlib.import_module(one.name)
     found: dict[str, list[FunctionType]] = {}
     for one in gc.get_objects():
         if isinstance(one, FunctionType):

@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import share_of_examples
 
@@ -30,6 +30,7 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 300))
 
 @share_of_examples(3)
 @given(st.integers(1, 20), SIZES, st.integers(1, 100_000), st.integers(1, 20))
+@example(20, (1, 1, 1), 16, 20)
 def test_a_block_is_one_run_of_pixels_or_of_samples(batch, size, pixels, most_samples):
     """At most as many as were asked for, and not far fewer."""
     samples, *own = block_of_pixels(geometry(batch, size), pixels, most_samples)
@@ -93,6 +94,8 @@ def test_a_block_is_as_large_as_the_limit_allows(batch, size, target, smallest, 
         assert str(refusal).endswith(f"the limit is {limit:,}")
         return
     assert least <= needed(block) <= limit or needed(aimed) < least
+    for enough in (least, needed(aimed)):
+        assert needed(largest_block(whole, needed, enough, target, smallest, samples)) <= enough
     if needed(aimed) <= limit:
         assert block == aimed
     else:

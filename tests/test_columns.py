@@ -75,6 +75,21 @@ def test_col2im(target, geometry, batch, channels, dtype, layout, seed):
     assert_exact(target.to_host(actual), expected, dtype)
 
 
+@pytest.mark.parametrize("limit", [1, 4000, 5000, 9000, 13_000, 1 << 20])
+def test_sums_beside_an_image_keep_within_the_limit(limit):
+    """But for those of one channel, which there must be; the result is rounded once, however few there are at a time."""
+    columns = np.random.default_rng(1).standard_normal((2, 4 * 9, 30 * 30)).astype(np.float16)
+    one = 32 * 32 * 4
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.col2im, columns, (32, 32), (3, 3))
+        image = cupyconv.col2im(columns, (32, 32), (3, 3))
+    assert one <= plan.workspace_bytes <= max(limit, one)
+    assert plan.workspace_bytes == 4 * one or limit - plan.workspace_bytes < 1.1 * one, "as many as there is room for"
+    assert "float32: 2 block(s) of 1 x 1 x 30 x 30 (n, d, h, w) on 1 thread(s)" in str(plan)
+    wide = cupyconv.col2im(columns.astype(np.float32), (32, 32), (3, 3))
+    np.testing.assert_array_equal(image, wide.astype(np.float16))
+
+
 @given(geometry=windows(), seed=st.integers(0, 999))
 def test_adjoint(target, geometry, seed):
     """<im2col(x), c> == <x, col2im(c)>"""

@@ -119,7 +119,7 @@ def test_explain_prints_what_each_method_takes():
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (3.44e-6, "3.4 µs"), (12.3e-6, "12 µs"), (99.6e-6, "100 µs"), (999e-6, "1.0 ms"),
+        (0.34e-6, "0.3 µs"), (3.44e-6, "3.4 µs"), (12.3e-6, "12 µs"), (99.6e-6, "100 µs"), (999e-6, "1.0 ms"),
         (0.126, "130 ms"), (1.26, "1.3 s"), (345.0, "340 s"),
     ],
 )  # fmt: skip
@@ -149,6 +149,9 @@ def test_more_work_costs_more(method):
 
 
 PROBLEM: Any = checked_call(conv, zeros(1, 4, 9, 9), zeros(4, 4, 3, 3)).problem
+#: The same in other dtypes.
+WIDE = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float64"))
+COMPLEX = replace(PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64"))
 #: Prices of so many elements, and what else they are asked with.
 OF_ELEMENTS = {
     "dot": (PROBLEM,), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
@@ -168,7 +171,6 @@ def test_twice_the_elements_take_twice_as_long(name):
 
 def test_what_makes_an_element_take_longer():
     """Wider ones, short runs, places that are apart, more levels of a transform, fewer channels in a row."""
-    wide = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float64"))
     for price in (cost.copied, cost.added):
         runs = [
             price(1e6, run, "float32") if price is cost.copied else price(1e6, "float32", run) for run in (1, 8, 64)
@@ -194,8 +196,8 @@ def test_what_makes_an_element_take_longer():
     )
     assert cost.scaled(1e6, PROBLEM) < cost.scaled(1e6, PROBLEM, 16) < cost.scaled(1e6, PROBLEM, 2)
     assert cost.scaled(1e6, PROBLEM) < cost.scaled(1e6, PROBLEM, is_short=True) < cost.scaled_apart(1e6, PROBLEM)
-    assert cost.slowness(wide) > cost.slowness(PROBLEM) == 1
-    assert cost.multiply_adds(wide) == 2 * cost.multiply_adds(PROBLEM) == 2
+    assert cost.slowness(COMPLEX) > cost.slowness(WIDE) > cost.slowness(PROBLEM) == 1
+    assert cost.multiply_adds(WIDE) == 2 * cost.multiply_adds(PROBLEM) == 2
     assert (
         cost.width("complex128") == 2 * cost.width("float64") == 4 * cost.width("float32") == 4 * cost.width("float16")
     )
@@ -209,6 +211,9 @@ def test_products_take_longer_the_more_they_multiply():
             prices = [cost.product(rows, reduction, columns, PROBLEM) for columns in sides]
             assert all(0 < one < other * 1.35 for one, other in pairwise(prices)), (rows, reduction, prices)
             assert prices[-1] > prices[0]
+            for longer in (WIDE, COMPLEX):
+                others = [cost.product(rows, reduction, columns, longer) for columns in sides]
+                assert all(one < other for one, other in zip(prices, others)), (rows, reduction, longer)
     assert cost.product(500, 64, 3000, PROBLEM) == cost.product(3000, 64, 500, PROBLEM)
     large = cost.product(2000, 2000, 2000, PROBLEM)
     assert 1 < large / (2000**3 * cost.MULTIPLY_ADD) < 1.1
@@ -225,7 +230,8 @@ def test_parts_on_threads_take_as_long_as_the_longest():
     assert alone > prices[0] > prices[1] > prices[2]
     assert cost.shared(work, calls, 3, 2) > cost.shared(work, calls, 4, 2), "two parts of three, two of four"
     assert cost.shared(work, calls, 8, 4) == cost.shared(work, calls, 8, 5) > work / 4
-    assert cost.shared(0.0, calls, 8, 2) > cost.shared(0.0, calls, 8, 1), "waking them takes time"
+    assert cost.shared(0.0, calls, 8, 2) > cost.shared(0.0, calls, 8, 1), "they wait for each other"
+    assert cost.shared(0.0, 0.0, 8, 2) > 0, "waking them takes time"
     assert [cost.worth_waking(4, work, 1.0) for work in (0.0, 1.5, 2.5, 9.0)] == [1, 1, 2, 4]
 
 
@@ -340,10 +346,7 @@ def test_who_holds_the_threads_of_blas():
     assert cost.holds_blas(1, alone, large) and cost.holds_blas(1, many, large)
     for refused in ((1, alone, large - 1), (1, asked, large), (2, many, large), (1, alone, large, large)):
         assert not cost.holds_blas(*refused)
-    is_complex = replace(
-        PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64")
-    )
-    assert cost.divided_from(PROBLEM) == cost.SMALL_PRODUCT == 10 * cost.divided_from(is_complex)
+    assert cost.divided_from(PROBLEM) == cost.SMALL_PRODUCT == 10 * cost.divided_from(COMPLEX)
 
 
 def test_rows_of_images_that_are_turned_are_of_those_that_lie_otherwise():

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import pickle
+import subprocess
 import sys
+from pathlib import Path
 
 import mutation
 import pytest
+
+#: Where the tool is.
+HERE = Path(__file__).parent
 
 SOURCE = '''
 LIMIT = 3
@@ -105,6 +110,17 @@ def test_lines_are_those_of_the_tests_as_they_are(tmp_path, monkeypatch):
     assert mutation.lines_of_tests(["test_it.py::test"]) == {"module.py:3": [(2.0, "test_it.py::test")]}
     tests.write_text("third")
     assert mutation.lines_of_tests(["test_it.py::test"]) == {}
+
+
+def test_modules_that_are_imported_when_first_asked_for_are_looked_at_too():
+    """Mutants of one were run by no test: its functions were looked for before a test imported it."""
+    script = """
+import os, mutation
+names = {os.path.basename(file) for file in mutation.functions_of_package()}
+print({"columns.py", "toeplitz_rows.py", "recurrent_gradient.py"} - names)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=HERE)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="there it measures")

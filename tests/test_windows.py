@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -14,9 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PADDING_MODES, share_of_examples
 
+from cupyconv.numpy import windows
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.windows import Block, Blocks, Images, add, copy, read, tap_regions, tile_size, whole_and_rest
 from cupyconv.problem.geometry import ConvGeometry
+
+
+class Written(Scratch):
+    """Memory that is full of what was written before: what is not written shows."""
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        array = super().array(name, shape, dtype)
+        array.fill(np.nan)
+        return array
 
 
 @dataclass
@@ -84,25 +95,32 @@ def any_case(random: Random) -> Case:
             own = np.moveaxis(np.moveaxis(own, 1, -1).copy(), -1, 1)
         inputs.append((own, slice(first, first + part)))
         first += part
-    images = Images(inputs, Scratch(np.dtype(np.float32), random.choice((1, 2))), None)
+    images = Images(inputs, Written(np.dtype(np.float32), random.choice((1, 2))), None)
     axes = (batch, *geometry.out_size)
     block: Any = tuple(random.randint(1, extent) for extent in axes) if random.random() < 0.7 else axes
     part = random.choice((None, 1, 2)) if groups > 1 else None
     return Case(geometry, images, x, np.pad(x, padding, mode), block, part)  # type: ignore[call-overload]
 
 
+@pytest.fixture(params=["all zeros at once", "zeros of a border"])
+def few_zeros(request, monkeypatch):
+    """Whether a tile is large: of one, zeros are written where there are some."""
+    if request.param == "zeros of a border":
+        monkeypatch.setattr(windows, "_SMALL_TILE", 0)
+
+
 @share_of_examples(2)
 @given(st.integers(0, 10**9))
-def test_columns_and_tiles_are_of_the_padded_image(seed):
+def test_columns_and_tiles_are_of_the_padded_image(few_zeros, seed):
     random = Random(seed)
     case = any_case(random)
     geometry, images = case.geometry, case.images
     blocks = [*case.blocks]
     for block in random.sample(blocks, min(3, len(blocks))):
-        windows, tile = case.windows(block), case.tile(block)
-        np.testing.assert_array_equal(images.columns(block), windows)
+        of_windows, tile = case.windows(block), case.tile(block)
+        np.testing.assert_array_equal(images.columns(block), of_windows)
         matrix = images.matrix(block)
-        np.testing.assert_array_equal(matrix, windows.reshape(matrix.shape))
+        np.testing.assert_array_equal(matrix, of_windows.reshape(matrix.shape))
         assert images.matrix(block).ctypes.data % 64 == 0 or block.area * 4 > 64
         np.testing.assert_array_equal(images.tile(block), tile)
         np.testing.assert_array_equal(images.tile_or_view(block), tile)
@@ -113,11 +131,12 @@ def test_columns_and_tiles_are_of_the_padded_image(seed):
         np.testing.assert_array_equal(whole[at], tile)
         assert np.count_nonzero(whole) == np.count_nonzero(tile)
         most = random.randint(1, geometry.taps)
-        flat = windows.reshape(len(windows), geometry.taps, -1)
-        taken = np.concatenate(
-            [columns.reshape(len(flat), -1, block.area).copy() for _, columns in images.some_taps(block, most)], 1
-        )
-        np.testing.assert_array_equal(taken, flat)
+        flat = of_windows.reshape(len(of_windows), geometry.taps, -1)
+        seen = np.zeros(geometry.taps, int)
+        for taps, columns in images.some_taps(block, most):
+            np.testing.assert_array_equal(columns.reshape(len(flat), -1, block.area), flat[:, taps])
+            seen[taps] += 1
+        assert (seen == 1).all()
         begin, end = sorted(random.sample(range(images.channels + 1), 2))
         np.testing.assert_array_equal(images.some(slice(begin, end)).tile(block), tile[begin:end])
         if len(images.inputs) == 1 and geometry.padding_mode == "constant":
@@ -125,6 +144,7 @@ def test_columns_and_tiles_are_of_the_padded_image(seed):
             within: Any = (..., *(slice(first, first + n) for first, n in zip(before, of_image.shape[2:])))
             np.testing.assert_array_equal(tile[within].swapaxes(0, 1), of_image)
             assert np.count_nonzero(tile) == np.count_nonzero(of_image)
+        if all(own.stop % geometry.group_channels == 0 for _, own in images.inputs):
             grouped = images.by_group(geometry.groups)
             target = np.empty((geometry.groups, geometry.group_channels, *tile.shape[1:]), np.float32)
             grouped.read(block.tile(images.channels).all_regions, block, target)
@@ -210,6 +230,7 @@ def test_a_row_is_whole_parts_and_a_rest(width, part):
     parts = whole_and_rest(width, part)
     pixels = [first + n * own + i for first, count, own in parts for n in range(count) for i in range(own)]
     assert pixels == list(range(width)) and all(own == part or count == 1 for _, count, own in parts)
+    assert all(count and own for _, count, own in parts), "none is of nothing"
 
 
 def test_blocks_beyond_those_that_are_kept_are_cut_each_time():

@@ -67,10 +67,6 @@ class BlockLoop(NumpyStep):
         """How many there are."""
 
     @property
-    def turns(self) -> int:
-        return self.blocks
-
-    @property
     @abstractmethod
     def work(self) -> float:
         """Seconds of one thread for all blocks, in the loops of NumPy and of BLAS: by the model of `cost`, as all here."""

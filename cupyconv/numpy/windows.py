@@ -420,8 +420,7 @@ class Images:
         tile = block.tile(self.channels)
         if tile.starts_as_zeros or target.shape != tile.shape:
             target.fill(0)
-        within: Any = (..., *map(slice, tile.shape[2:]))
-        self.read(tile.regions, block, target[within])
+        self.read(tile.regions, block, target)
 
     def tile_or_view(self, block: Block) -> np.ndarray:
         """The tile; where it lies as it is in an input, that part of the input.
