@@ -80,7 +80,8 @@ def any_case(random: Random) -> Case:
         before = after = (0, 0, 0)
     groups = random.choice((1, 1, 2, 3))
     channels = groups * random.randint(1, 3)
-    parts = (channels,) if channels == 1 or random.random() < 0.5 else (1, channels - 1)
+    of_first = random.choice((1, channels // groups * random.randint(1, groups)))
+    parts = (channels,) if channels == of_first or random.random() < 0.5 else (of_first, channels - of_first)
     batch = random.randint(1, 4)
     geometry = ConvGeometry(
         batch=batch, channels=parts, size=size, kernel=kernel, stride=stride, before=before, after=after,
