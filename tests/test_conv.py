@@ -102,6 +102,16 @@ def test_out_may_not_have_one_element_in_two_places(shape, strides):
     assert np.isnan(buffer).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_wider_bias_is_rounded_to_the_results_dtype_first(dtype):
+    """As an argument of that dtype would have been, also where sums are wider."""
+    rng = np.random.default_rng(1)
+    x, weight = (rng.standard_normal(shape).astype(np.float16) for shape in ((2, 4, 20, 20), (6, 4, 3, 3)))
+    bias = rng.standard_normal(6).astype(dtype)
+    expected = cupyconv.conv(x, weight, bias.astype(np.float16))
+    np.testing.assert_array_equal(cupyconv.conv(x, weight, bias), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", ["relu", "relu6", ("clip", -100.03, 1000.3)], ids=str)
 @pytest.mark.parametrize("addends", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
