@@ -324,6 +324,27 @@ def test_every_way_computes_the_same(name, seed):
         np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
 
 
+@pytest.mark.parametrize("of", ["plain", "groups", "depthwise", "one tap", "many samples", "a long line", "complex"])
+@pytest.mark.parametrize("name", ["conv_grad_weight", "conv_grad_input"])
+def test_blocks_of_a_gradient_are_added_up(name, of):
+    """Of every way, within the least of some limits that has room for it."""
+    rng = np.random.default_rng(0)
+    call = large(name, LARGE[of], lambda *shape, dtype="float32", order="C": rng.integers(-1, 2, shape).astype(dtype))
+    (result,) = call.results
+    arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
+    problem: Any = replace(call.problem, machine=HostModel(1))
+    expected, several = None, 0
+    for way in ways_for(name, problem):
+        plans = (by_way(replace(problem, workspace_limit=1 << bits), way) for bits in range(16, 25))
+        plan = next(filter(None, plans))
+        with BACKEND.current():
+            BACKEND.prepare(plan)(arrays)
+        several += any(loop.blocks > 1 for loop in loops_of(plan))
+        expected = arrays["out"].copy() if expected is None else expected
+        np.testing.assert_allclose(arrays["out"], expected, atol=1e-3 * np.abs(expected).max(), err_msg=way.__name__)
+    assert several > 1
+
+
 @pytest.mark.parametrize("name", ["conv_transpose", "conv_grad_input"])
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
