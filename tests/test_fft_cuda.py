@@ -324,11 +324,11 @@ def test_without_room_for_the_exchanged_weight_an_input_gradient_is_refused():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stride", [1, (2, 1)])
 def test_an_input_gradient_is_folded_where_padding_repeats_elements(cuda_target, mode, stride):
-    """Into several images, all samples at a time, some transforms at a time, two samples and then the third, and one by one."""
-    shapes, weight = [(3, 2, 30, 21), (3, 1, 30, 21)], normal(3, 3, 7, 6)
+    """Into several images, all samples at a time, some transforms at a time, two, two and one sample, and one by one."""
+    shapes, weight = [(5, 2, 30, 21), (5, 1, 30, 21)], normal(3, 3, 7, 6)
     settings = dict(padding=((2, 3), (4, 1)), padding_mode=mode, stride=stride)
-    grad = normal(*reference.conv(normal(3, 3, 30, 21), weight, **settings).shape)
-    expected = reference_gradients.conv_grad_input(grad, weight, (3, 3, 30, 21), **settings)
+    grad = normal(*reference.conv(normal(5, 3, 30, 21), weight, **settings).shape)
+    expected = reference_gradients.conv_grad_input(grad, weight, (5, 3, 30, 21), **settings)
     arrays = on(cuda_target, (grad, weight))
     for limit in (None, 130_000, 60_000, 40_000):
         with cupyconv.options(workspace_limit=limit):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from plans import check
+from rounds import each_step
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -239,6 +240,18 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
         assert written(None, np.float16, limit=less) == ({"sums"}, True)
         assert written(None, np.float16, limit=limit) == ({"out"}, False), "in one chunk"
     assert written(None, limit=None) == ({"out"}, False) == written(None, np.float16, limit=None)
+
+
+def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
+    """Within any limit, by every cut."""
+    grad, x = (np.broadcast_to(np.float32(0), (140_000, channels, 6)) for channels in (8, 5))
+    for way in weight_gradient_cuda.CUTS:
+        monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
+        forget_calls()
+        plan = explained(grad, x, 3, limit=1 << 40, padding=1, method="gemm", on="sm_90")
+        check(plan, 1 << 40)
+        assert sum(step.flops for step in each_step(plan.steps)) == plan.flops
+        assert ("3 chunks" in plan.reason) == (not way[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
