@@ -157,3 +157,7 @@ def test_chunks_that_are_not_alike_are_listed_up_to_a_number():
     assert len(draft.in_rounds(20, steps_of)) == 30
     with pytest.raises(ValueError, match="no two alike"):
         draft.in_rounds(10**9, steps_of)
+
+
+def test_chunks_without_steps_are_none():
+    assert draft.in_rounds(20, lambda chunk: []) == []
