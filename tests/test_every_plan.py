@@ -490,6 +490,20 @@ def test_every_limit_is_kept(function, arguments, settings):
             cupyconv.explain(function, *arguments, **settings, method="gemm", on="sm_90")
 
 
+@pytest.mark.parametrize(
+    ("channels", "tiles"), [((2, 2), [1, 1]), ((3, 1), [2, 1]), ((1, 3), [1, 2]), ((1, 2, 1), [1, 2, 1])]
+)
+@pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
+def test_results_that_share_groups(method, channels, tiles):
+    """Two groups of two channels: a kernel that gathers goes through those that a result has some channels of."""
+    shapes = [(2, count, 12, 12) for count in channels]
+    grad, weight = array(2, 4, 4, 4), array(4, 2, 3, 3)
+    call = checked_call(cupyconv.conv_grad_input, grad, weight, shapes, groups=2, stride=3, method=method, on="sm_90")
+    hold(plan := call.plan(), spans(call))
+    found = launches(plan, "transposed")
+    assert method != "direct" or [launch.grid[1] for launch in found] == tiles
+
+
 @pytest.mark.parametrize(("groups", "calls"), [(2, 1), (8, 1), (65_535, 1), (70_000, 2), (140_000, 3)])
 def test_groups_of_one_sample_are_a_batch(groups, calls):
     """As many as a call has, and each of them once."""

@@ -242,6 +242,14 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
     assert written(None, limit=None) == ({"out"}, False) == written(None, np.float16, limit=None)
 
 
+@pytest.mark.parametrize("dtypes", ["complex64 float32", "float32 complex64"])
+def test_a_lone_part_of_two_planes_is_not_the_result(cuda_target, dtypes):
+    """Real and imaginary sums are apart, and the result has them side by side."""
+    grad, x = (integers((1, 4, 5, 6), dtype, i) for i, dtype in enumerate(dtypes.split()))
+    actual = cupyconv.conv_grad_weight(*map(cuda_target.to_device, (grad, x)), 3, padding=1, method="gemm")
+    assert_exact(cuda_target.to_host(actual), by_definition(grad, x, (3, 3), padding=1), "complex64")
+
+
 def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
     """Within any limit, by every cut."""
     grad, x = (np.broadcast_to(np.float32(0), (140_000, channels, 6)) for channels in (8, 5))
