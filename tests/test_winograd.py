@@ -320,6 +320,18 @@ def test_a_block_with_infinities_takes_no_more(limit):
     assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; columns of a whole block have 4 MB
 
 
+@pytest.mark.parametrize("limit", [2000, 4000, 9222])
+def test_index_arrays_of_a_border_count(limit):
+    arrays = np.ones((7, 2, 147), np.float32), np.ones((4, 2, 3), np.float32)
+    with cupyconv.options(threads=2, workspace_limit=limit):
+        try:
+            plan = cupyconv.explain(cupyconv.conv, *arrays, padding=1, padding_mode="edge", method="winograd")
+        except ValueError as refusal:
+            assert "the limit is" in str(refusal) and limit < 9222
+        else:
+            assert plan.workspace_bytes <= limit
+
+
 def test_sums_of_many_outputs_lie_behind_the_columns():
     x, weight, out = normal(3, 14, 2752), normal(34, 14, 3), np.empty((3, 34, 2750), np.float32)
     x[0, 0, 1000] = np.nan

@@ -110,7 +110,7 @@ class TiledLoop(PixelLoop):
         while True:
             blocks = threads * -(-tiles // (threads * most))  # each thread has as many
             loop = cls(problem, tiles_block(geometry, most, -(-tiles // max(1, blocks))))
-            needed = fixed + threads * loop.workspace
+            needed = fixed + threads * (loop.workspace + loop.index_bytes)
             if needed <= limit:
                 return loop
             if most == 1:
