@@ -354,6 +354,24 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
     assert limit is None or plan.workspace_bytes <= limit
 
 
+def test_exchanged_factors_that_are_not_finite_take_no_more():
+    """What the definition says is planned within the memory of the way that was taken first."""
+    x, grad = np.ones((7, 102, 32, 32), np.float32), np.ones((7, 30, 32, 32), np.float32)
+    x[0, 0, 3, 3], out = np.nan, np.empty((30, 102, 3, 3), np.float32)
+
+    def gradient():
+        cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1, method="gemm", out=out)
+
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 3), padding=1, method="gemm", out=out)
+        assert isinstance(plan.steps[0], ExchangedLoops)
+        gradient()  # once for all that is imported for it
+        cupyconv.clear_caches()
+        peak = peak_bytes(gradient)
+    assert np.isnan(out[:, 0]).all() and np.isfinite(out[:, 1:]).all()
+    assert peak <= plan.workspace_bytes + 200_000  # 0.8 MB more before
+
+
 @pytest.mark.parametrize("name, shape, kernel", [
     ("MEC rows", (4, 3, 128, 128), (16, 3, 3, 3)),
     ("MEC rows", (2, 12, 90, 90), (4, 12, 5, 5)),

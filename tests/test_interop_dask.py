@@ -539,6 +539,19 @@ def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own, in_m
         interop.conv(others, integers(1, 2, 9, dtype=np.float32), padding="same").compute()
 
 
+@pytest.mark.parametrize("length", [4, 12], ids=["of many", "one"])
+@pytest.mark.parametrize("own", [False, True], ids=["of one array", "of their own"])
+def test_chunks_of_a_narrower_dtype_than_dask_was_told_are_widened(own, length):
+    x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, length))
+    told = x.map_blocks(
+        lambda chunk: chunk.copy() if own else chunk, dtype="float64", meta=np.empty((0, 0, 0), np.float64)
+    )
+    weight = integers(3, 2, 3, dtype=np.float32)
+    result = interop.conv(told, weight, padding=1).compute()
+    assert result.dtype == np.float64
+    np.testing.assert_array_equal(result, cupyconv.conv(x.compute().astype(np.float64), weight, padding=1))
+
+
 # --- threads and options --------------------------------------------------------------------------------------
 
 

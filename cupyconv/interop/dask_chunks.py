@@ -99,7 +99,7 @@ class Block:
         for runs, piece in zip(product(*self.axes), pieces):
             _check(piece, tuple(run.count for run in runs), like.dtype)
         covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
-        if covered and isinstance(like, np.ndarray):
+        if covered and isinstance(like, np.ndarray) and all(piece.dtype == like.dtype for piece in pieces):
             at = [[(run.at.start, run.at.stop) for run in runs] for runs in self.axes]
             if (view := _in_one_array(self.shape, pieces, at)) is not None:
                 return view

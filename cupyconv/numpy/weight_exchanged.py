@@ -46,6 +46,7 @@ class ExchangedLoops(NumpyStep):
     exchanged: WeightGradientProblem
     loops: tuple[WeightGradientLoop, ...]
     planner: Planner
+    workspace: int
 
     @property
     def turns(self) -> int:
@@ -64,7 +65,12 @@ class ExchangedLoops(NumpyStep):
 
     @cached_property
     def _others(self) -> tuple[NumpyStep, ...]:
-        return cast("tuple[NumpyStep, ...]", self.planner(self.problem).steps)
+        """What the definition says, in as much memory, wherever there is a way."""
+        try:
+            plan = self.planner(replace(self.problem, workspace_limit=self.workspace))
+        except ValueError:
+            plan = self.planner(self.problem)
+        return cast("tuple[NumpyStep, ...]", plan.steps)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         problem, own = self.problem, self.exchanged.out
@@ -75,6 +81,7 @@ class ExchangedLoops(NumpyStep):
         for loop in self.loops:
             loop.run(parts)
         if not np.isfinite(gradient.sum()):
+            del gradient, parts
             for step in self._others:
                 step.run(arrays)
             return
@@ -125,7 +132,7 @@ def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
     assert exchanged.geometry.out_size == geometry.size
     plan = planner(exchanged)
     loops = cast("tuple[WeightGradientLoop, ...]", plan.steps)
-    step = ExchangedLoops(problem, exchanged, loops, planner)
+    step = ExchangedLoops(problem, exchanged, loops, planner, plan.workspace_bytes + problem.out.nbytes)
     return by_another(
         problem,
         plan,
