@@ -80,7 +80,7 @@ CASES = {
         (3_000,),
     ),
     "chain": (a_chain(ones(23, 2, 12, 9), ones(4, 2, 3, 3), ones(3, 4, 3, 3), fuse=False), (10_000,)),
-    "rnn": (_case(cupyconv.rnn, ones(40, 4, 8), ones(8, 8), ones(8, 8), method="step"), (7_000,)),
+    "rnn": (_case(cupyconv.rnn, ones(40, 4, 8), ones(8, 8), ones(8, 8), method="step"), (6_000,)),
     "lstm": (
         _case(cupyconv.lstm, ones(40, 4, 8), *[ones(2, 32, 8)] * 2, direction="bidirectional", method="step"),
         (8_000,),
