@@ -354,6 +354,20 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
     assert limit is None or plan.workspace_bytes <= limit
 
 
+def test_phases_of_an_image_that_is_not_finite_take_no_more():
+    """What has no zeros between the taps is planned within the memory of the phases."""
+    x, weight = np.ones((1, 5, 33, 45), np.float32), np.ones((5, 9, 3, 14), np.float32)
+    x[0, 0, 3, 3], settings = np.nan, dict(stride=3, padding=((1, 2), (4, 12)), method="gemm")
+    out = cupyconv.conv_transpose(x, weight, **settings)  # once for all that is imported for it
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, out=out, **settings)
+        assert isinstance(plan.steps[0], transposed.FiniteWeight)
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv_transpose(x, weight, out=out, **settings))
+    assert np.isfinite(out).any() and np.isnan(out).any()
+    assert peak <= plan.workspace_bytes + 200_000
+
+
 def test_exchanged_factors_that_are_not_finite_take_no_more():
     """What the definition says is planned within the memory of the way that was taken first."""
     x, grad = np.ones((7, 102, 32, 32), np.float32), np.ones((7, 30, 32, 32), np.float32)

@@ -37,7 +37,7 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     steps = cast("tuple[TransposedLoop, ...]", plan.steps)
     if not any(step.adds_zeros for step in steps):
         return plan
-    return replace(plan, steps=(FiniteWeight(problem, steps),))
+    return replace(plan, steps=(FiniteWeight(problem, steps, plan.workspace_bytes),))
 
 
 def _planned(problem: TransposedProblem) -> Plan:
@@ -93,11 +93,12 @@ def _plan_border(problem: TransposedProblem) -> Plan:
 class FiniteWeight(NumpyStep):
     """Loops that multiply by zeros where the definition has no term; of a factor that is not finite, others.
 
-    The others keep within the same limit on workspace.
+    The others take no more memory, wherever there is a way.
     """
 
     problem: TransposedProblem
     loops: tuple[TransposedLoop, ...]
+    workspace: int
 
     @property
     def seconds(self) -> float:
@@ -109,9 +110,12 @@ class FiniteWeight(NumpyStep):
     @cached_property
     def _others(self) -> tuple[NumpyStep, ...]:
         method = "auto" if self.problem.method == "winograd" else self.problem.method
-        return cast(
-            "tuple[NumpyStep, ...]", _planned(replace(self.problem, method=method, weight_is_finite=False)).steps
-        )
+        problem = replace(self.problem, method=method, weight_is_finite=False)
+        try:
+            plan = _planned(replace(problem, workspace_limit=self.workspace))
+        except ValueError:
+            plan = _planned(problem)
+        return cast("tuple[NumpyStep, ...]", plan.steps)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         factors = ["weight"]
