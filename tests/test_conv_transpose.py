@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -25,10 +27,15 @@ from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transpos
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.numpy import cost
-from cupyconv.numpy.gathered import GatheredLoop, Zeros
+from cupyconv.numpy.backend import NumpyBackend
+from cupyconv.numpy.convolution import KEPT_MEMORY
+from cupyconv.numpy.gathered import GatheredLoop, Zeros, plan_gathered
 from cupyconv.numpy.interleaved import InterleavedLoop
+from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.polyphase import axis_phases
+from cupyconv.problem.problems import HostModel, NotApplicable
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
@@ -131,6 +138,72 @@ def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, 
     window = {name: value for name, value in settings.items() if name != "output_padding"}
     again = cupyconv.conv_grad_input(x, weight.conj(), expected.shape, **window)
     assert_exact(again, expected - bias.reshape(-1, *(1,) * (x.ndim - 2)), x_dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("taps", [(1, 1), (2, 2), (3, 2), (4, 5)])
+@pytest.mark.parametrize("channels, outputs, groups", [(1, 1, 1), (3, 5, 1), (4, 6, 2)])
+def test_what_is_gathered_is_planned_for_the_weight_it_gets(channels, outputs, groups, taps, dtype):
+    """A part's weight is what its memory is counted by: its size, and that it lies in C order; and what its run is given."""
+    x, weight = np.ones((2, channels, 4, 5), dtype), np.ones((channels, outputs // groups, *taps), dtype)
+    bias = np.ones(outputs, dtype)  # which elements that no tap reaches have too
+    call = checked_call(cupyconv.conv_transpose, x, weight, bias, stride=2, groups=groups)
+    plan = plan_gathered(replace(call.problem, machine=HostModel(1)))
+    assert sum(step.convolution.flops for step in plan.steps) == sum(step.flops for step in plan.steps)
+    for step in plan.steps:
+        made, planned = step._weight(weight), step.convolution.problem.weight
+        assert made.size == prod(planned.shape) and made.flags.c_contiguous
+        assert len(planned.shape) == 5 and planned.strides == c_strides(planned.shape)
+    (result,) = call.results
+    out = np.full(result.shape, np.nan, dtype)
+    NumpyBackend().prepare(plan)({**call.arrays, "out": out})
+    assert_exact(out, reference_gradients.conv_transpose(x, weight, bias, stride=2, groups=groups), dtype)
+    assert plan.workspace_bytes >= weight.nbytes
+
+
+def test_how_a_result_is_gathered_is_said():
+    x, one, two = (np.ones(shape, np.float32) for shape in ((1, 2, 6, 6), (2, 3, 1, 1), (2, 3, 2, 2)))
+
+    def plan(weight, *bias, stride):
+        problem = checked_call(cupyconv.conv_transpose, x, weight, *bias, stride=stride).problem
+        return plan_gathered(replace(problem, machine=HostModel(1)))
+
+    assert "gathered from 1 x 2 x 2 taps" in str(plan(two, stride=1)) and "every" not in str(plan(two, stride=1))
+    assert "gathered from 1 x 1 x 1 taps, every 1 x 2 x 2" in str(plan(two, stride=2))
+    zeros, loop = plan(one, stride=2).steps
+    assert "zeros, where no tap reaches" in str(zeros)
+    assert zeros.flops == 0 and zeros.flops + loop.flops == 2 * 36 * 2 * 3
+    assert "gathered from 0 x 0 x 0 taps" in str(plan(one, np.ones(3, np.float32), stride=2))
+
+
+def test_what_is_not_gathered():
+    """Results that convolutions of x are not, or that there are none of."""
+    x, weight = np.ones((1, 4, 6, 6), np.float32), np.ones((4, 2, 3, 3), np.float32)
+    problem = replace(checked_call(cupyconv.conv_transpose, x, weight, groups=2).problem, machine=HostModel(1))
+    plan_gathered(problem)
+    geometry, (out,) = problem.geometry, problem.outs
+    for words, other in {
+        "where the kernel reaches": replace(problem, geometry=replace(geometry, padding_mode="wrap")),
+        "the kernel reaches": replace(problem, weight_is_finite=False),
+        "several results of a grouped": replace(problem, outs=(out, out)),
+        "result is empty": replace(problem, outs=()),
+        "is empty": replace(problem, geometry=replace(geometry, size=(1, 0, 6))),
+    }.items():
+        with pytest.raises(NotApplicable, match=words):
+            plan_gathered(other)
+
+
+@pytest.mark.parametrize("limit", [30_000, 100_000, 300_000, 1_000_000, 20_000_000])
+@pytest.mark.parametrize("size", [20, 60, 120])
+def test_what_is_gathered_keeps_no_more_from_call_to_call_than_it_says(size, limit):
+    x, weight = np.ones((1, 16, size, size), np.float32), np.ones((16, 24, 2, 2), np.float32)
+    problem = checked_call(cupyconv.conv_transpose, x, weight, stride=2).problem
+    try:
+        plan = plan_gathered(replace(problem, machine=HostModel(1), workspace_limit=limit))
+    except ValueError:
+        return
+    kept = sum(step.convolution.kept_memory for step in plan.steps if step.keeps)
+    assert kept <= KEPT_MEMORY and weight.nbytes + kept <= plan.workspace_bytes <= limit
 
 
 @pytest.mark.parametrize("kernel, stride, parts", [((1, 1), 2, 1), ((3, 1), 2, 2), ((2, 2), 3, 4), ((1, 3), (1, 4), 3)])

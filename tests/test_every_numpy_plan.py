@@ -30,8 +30,10 @@ from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_grad
 from cupyconv.numpy.backend import NumpyBackend, kept_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
+from cupyconv.numpy.convolution import ConvLoop
+from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gathered import GatheringStep
-from cupyconv.numpy.gemm import View
+from cupyconv.numpy.gemm import Columns, View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.numpy.winograd import MEMORY
@@ -480,6 +482,7 @@ LARGE: dict[str, Call] = {
     "channels last": ((2, 32, 40, 40), (48, 32, 3, 3), {"order": "last", "padding": 1, "residual": True}),
     "strides": ((2, 32, 60, 60), (48, 32, 3, 3), {"stride": 2}),
     "a border": ((2, 32, 40, 40), (48, 32, 3, 3), {"padding": 2, "padding_mode": "edge"}),
+    "a border that begins": ((2, 32, 40, 40), (48, 32, 3, 3), {"padding": 2, "padding_mode": "edge", "prologue": "relu"}),
     "groups": ((2, 32, 40, 40), (48, 16, 3, 3), {"groups": 2, "prologue": "relu"}),
     "depthwise": ((2, 64, 50, 50), (64, 1, 3, 3), {"groups": 64}),
     "depthwise, float16": ((2, 64, 50, 50), (128, 1, 3, 3), {"groups": 64, "dtype": "float16", "activation": "gelu"}),
@@ -543,6 +546,112 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
         assert peak <= plan.workspace_bytes + objects, (peak, plan)
         if not any(isinstance(loop, IN_PLACE) for loop in loops):
             assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, plan)
+
+
+def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Plan]:
+    """The least limit under which a way has a plan, and that."""
+    too_little, enough, best = 0, 1 << 26, None
+    while enough - too_little > 1:
+        limit = (too_little + enough) // 2
+        plan = by_way(replace(problem, workspace_limit=limit), way)
+        if plan is None:
+            too_little = limit
+        else:
+            enough, best = limit, plan
+    assert best
+    return enough, best
+
+
+@pytest.mark.parametrize("mode", ["constant", "wrap"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("way", [Columns, TapByTap, View])
+def test_the_least_limit_is_what_the_smallest_block_takes(way, threads, mode):
+    """To the byte, so that what is counted and what has room are the same: what a weight is widened to and a border's indices too."""
+    for outputs in range(1, 5):
+        x, weight = array(1, 3, 4000, dtype="float16"), array(outputs, 3, 1 if way is View else 5, dtype="float16")
+        padding = 0 if way is View else 1500
+        call = checked_call(cupyconv.conv, x, weight, padding=padding, padding_mode=mode, stride=3)
+        if not way.applies(call.problem):
+            continue
+        limit, plan = least_limit(replace(call.problem, machine=HostModel(threads)), way)
+        assert limit - 2 * Plan.ALIGNMENT <= plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("way", [Columns, TapByTap])
+def test_indices_of_a_border_count_as_what_they_take(way):
+    """Eight bytes for each element of a row that is read; elements that are no indices take the same."""
+    x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
+    for mode in ("constant", "wrap"):
+        problem: Any = checked_call(cupyconv.conv, x, weight, padding=9_000, padding_mode=mode).problem
+        plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), way)
+        assert plan
+        (loop,) = loops_of(plan)
+        assert isinstance(loop, PixelLoop)
+        sizes[mode] = plan.workspace_bytes / loop.block[3]
+    assert 8 <= sizes["wrap"] - sizes["constant"] <= 64
+
+
+@pytest.mark.parametrize("limit", [50_000, 3 << 20, 5 << 20, 9 << 20])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_no_more_threads_than_there_are_nor_than_have_what_each_needs(threads, limit):
+    seen = 0
+    for x, weight, settings in (
+        (array(4, 8, 30, 300), array(8, 8, 3, 3), {}),
+        (array(4, 64, 40, 40), array(64, 1, 3, 3), {"groups": 64}),
+        (array(2, 16, 40, 90), array(16, 8, 3, 5), {"groups": 2}),
+    ):
+        problem: Any = checked_call(cupyconv.conv, x, weight, **settings).problem
+        problem = replace(problem, machine=HostModel(threads), workspace_limit=limit)
+        for way in (way for way in ways_for("conv", problem) if getattr(way, "thread_bytes", 0)):
+            plan = by_way(problem, way)
+            for loop in () if plan is None else loops_of(plan):
+                assert isinstance(loop, ConvLoop) and 1 <= loop.threads <= threads
+                assert loop.problem.host.threads in (1, min(threads, max(1, limit // loop.thread_bytes)))
+                seen += 1
+    assert seen or limit < 100_000
+
+
+@pytest.mark.parametrize("side, is_kept", [(8, True), (800, False)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_of_a_weight_that_never_changes_what_is_made_is_kept_and_counted_once(dtype, side, is_kept):
+    """With what a call keeps or with its workspace; where nothing is made of it, with neither."""
+    problem: Any = checked_call(
+        cupyconv.conv, array(1, side, 9, 9, dtype=dtype), array(side, side, 3, 3, dtype=dtype)
+    ).problem
+    problem = replace(problem, machine=HostModel(1), workspace_limit=1 << 28)
+    made = side * side * 9 * 4
+    for is_constant in (False, True):
+        plan = by_way(replace(problem, weight_is_constant=is_constant), Columns)
+        assert plan
+        (loop,) = loops_of(plan)
+        sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+        stays = is_constant and is_kept and dtype == "float16"
+        assert loop.kept_bytes == (made if stays else 0)
+        assert (sizes.get("weight", 0) >= made) == (dtype == "float16" and not stays)
+    for way in ways_for("conv", problem):
+        plan = by_way(replace(problem, weight_is_constant=True), way)
+        assert plan is None or all(step.kept_bytes >= 0 for step in plan.steps)  # type: ignore[attr-defined]
+
+
+def test_a_part_that_has_no_plan_like_another_has_one_of_its_own():
+    one, other = (checked_call(cupyconv.conv, array(1, 4, 9, 9), array(4, 4, k, k)).problem for k in (3, 1))
+    like = convolution.plan_conv(replace(one, machine=HostModel(1), method="winograd"))  # type: ignore[arg-type]
+    plan = convolution.plan_like(like, replace(other, machine=HostModel(1)))  # type: ignore[arg-type]
+    assert plan == convolution.plan_conv(replace(other, machine=HostModel(1)))  # type: ignore[arg-type]
+
+
+def test_only_for_several_threads_the_libraries_of_blas_are_looked_for():
+    """A plan depends on their threads from then on."""
+    problem = checked_call(cupyconv.conv, array(1, 4, 9, 9), array(4, 4, 3, 3)).problem
+    for threads in (1, 2):
+        backend = NumpyBackend()
+        backend.plan(replace(problem, machine=HostModel(threads)))
+        assert (backend.signature(())[0] is not None) == (threads > 1)
+
+
+def test_a_call_is_silent_whatever_the_caller_asks_for():
+    with np.errstate(all="raise"):
+        assert {*NumpyBackend().within(lambda _: np.geterr(), ()).values()} == {"ignore"}
 
 
 @pytest.mark.parametrize("name", ANY)

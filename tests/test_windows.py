@@ -17,8 +17,21 @@ from strategies import PADDING_MODES, share_of_examples
 
 from cupyconv.numpy import windows
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.windows import Block, Blocks, Images, add, copy, read, tap_regions, tile_size, whole_and_rest
+from cupyconv.numpy.windows import (
+    Block,
+    Blocks,
+    Images,
+    add,
+    copy,
+    read,
+    tap_regions,
+    tile_regions,
+    tile_shape,
+    tile_size,
+    whole_and_rest,
+)
 from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.kept import held_bytes
 
 
 class Written(Scratch):
@@ -119,6 +132,7 @@ def test_columns_and_tiles_are_of_the_padded_image(few_zeros, seed):
     blocks = [*case.blocks]
     for block in random.sample(blocks, min(3, len(blocks))):
         of_windows, tile = case.windows(block), case.tile(block)
+        assert tile.shape == tile_shape(geometry, images.channels, block.size)
         np.testing.assert_array_equal(images.columns(block), of_windows)
         matrix = images.matrix(block)
         np.testing.assert_array_equal(matrix, of_windows.reshape(matrix.shape))
@@ -245,3 +259,64 @@ def test_blocks_beyond_those_that_are_kept_are_cut_each_time():
         assert [block._samples.start for block in blocks] == list(range(0, 400, batch))
         assert [block._samples.start for block in blocks.some(20, 3)] == [20 * batch, 21 * batch, 22 * batch]
         assert (next(iter(blocks)) is next(iter(blocks))) == are_kept
+
+
+class Doubled:
+    """A prologue that does one thing."""
+
+    def write(self, part: np.ndarray, values: np.ndarray, channels: slice) -> None:
+        part[...] = 2 * values
+
+
+@pytest.mark.parametrize(
+    "lies", ["as it is read", "in another dtype", "with gaps", "between elements", "in two inputs", "before a prologue"]
+)
+def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
+    geometry = ConvGeometry(
+        batch=2, channels=(4,), size=(1, 6, 6), kernel=(1, 3, 3), stride=(1, 1, 1), before=(0, 0, 0), after=(0, 0, 0),
+        dilation=(1, 1, 1), padding_mode="constant", rank=2, out_channels=1, groups=1,
+    )  # fmt: skip
+    x = (
+        np.random.default_rng(0)
+        .integers(-9, 9, (2, 4, 1, 6, 6))
+        .astype("float64" if lies == "in another dtype" else "float32")
+    )
+    if lies == "with gaps":
+        x = np.repeat(x, 2, -1)[..., ::2]
+    elif lies == "between elements":
+        shifted = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+        shifted[...] = x
+        x = shifted
+    inputs = [(x[:, :1], slice(0, 1)), (x[:, 1:], slice(1, 4))] if lies == "in two inputs" else [(x, slice(0, 4))]
+    images = Images(inputs, Scratch(np.dtype(np.float32), 1), Doubled() if lies == "before a prologue" else None)  # type: ignore[arg-type]
+    (block,) = Blocks(geometry, (2, *geometry.out_size), 4)
+    tile, expected = images.tile_or_view(block), x.swapaxes(0, 1) * (2 if lies == "before a prologue" else 1)
+    assert tile.dtype == np.float32 and np.shares_memory(tile, x) == (lies == "as it is read")
+    np.testing.assert_array_equal(tile, expected)
+    windows_of = np.lib.stride_tricks.sliding_window_view(expected, (3, 3), axis=(3, 4))
+    np.testing.assert_array_equal(images.columns(block)[:, 0], windows_of.transpose(0, 5, 6, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("mode", ["constant", "wrap"])
+@pytest.mark.parametrize("kernel", [(1, 1, 2), (3, 3, 3)])
+def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode, kernel):
+    """Slices, of which a bound is known, and index arrays, which are counted."""
+    counted = []
+    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS):
+        cache.clear()
+        monkeypatch.setattr(cache, "keep", lambda key, value, at_most=None: counted.append((key, value, at_most)))
+    geometry = ConvGeometry(
+        batch=1, channels=(1,), size=(3, 3, 700), kernel=kernel, stride=(1, 1, 1), before=(2, 2, 600), after=(2, 2, 600),
+        dilation=(1, 1, 1), padding_mode=mode, rank=3, out_channels=1, groups=1,
+    )  # fmt: skip
+    block = tuple(map(range, geometry.out_size))
+    tap_regions(geometry, block), tile_regions(geometry, block)
+    assert len(counted) == 2
+    for key, value, at_most in counted:
+        held = held_bytes((key, value), ())
+        assert at_most is None if mode == "wrap" else held <= at_most <= 8 * held
+
+
+def test_no_channels_are_of_no_input():
+    (block,) = Blocks(any_case(Random(0)).geometry, (99, 99, 99, 99), 4)
+    assert any_case(Random(0)).images.some(slice(1, 1)).tile(block).shape[0] == 0

@@ -135,9 +135,8 @@ class GatheredLoop(GatheringStep):
         geometry = self.geometry
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        reversed_taps: Any = tuple(
-            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.phases)
-        )
+        # Backwards, to the first tap of the phase: one more step would lead before the kernel.
+        reversed_taps: Any = tuple(slice(axis.taps.start, None, axis.taps.step) for axis in self.phases)
         own = slice(self.first_channel, self.first_channel + geometry.out_channels // geometry.groups)
         taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
         # (groups, channels of the result, of x, taps)
