@@ -548,6 +548,39 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
             assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, plan)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 32])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_way_ends_with_bias_residual_and_activation(dtype, groups):
+    """The residual rounded to the result's dtype first, as an argument of that dtype would have been."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((2, 32, 12, 40), (32, 32 // groups, 3, 3)))
+    bias, plain = np.arange(-16, 16).astype(dtype), cupyconv.conv(x, weight, groups=groups)
+    residual = -plain.astype(np.float32) + rng.choice([-1, 1, 2], plain.shape).astype(np.float32)
+    residual += np.float32(0.6 * 2**-10) * (np.abs(residual) == 1)
+    before = plain.astype(np.float32) + bias.astype(np.float32)[:, None, None]
+    expected = np.maximum(before + residual.astype(dtype).astype(np.float32), 0)
+    call = checked_call(cupyconv.conv, x, weight, bias, residual=residual, activation="relu", groups=groups)
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=600_000)
+    for way in ways_for("conv", problem):
+        if plan := by_way(problem, way):
+            out = np.full(plain.shape, np.nan, dtype)
+            with BACKEND.current():
+                BACKEND.prepare(plan)({**call.arrays, "out": out})
+            rounds = 1e-2 if way.__name__ in ("Fft", "Winograd") else 1e-4  # the others' sums are exact
+            np.testing.assert_allclose(out, expected.astype(dtype), rtol=0, atol=rounds, err_msg=way.__name__)
+
+
+def test_what_is_made_of_a_constant_weight_has_the_groups_of_its_call():
+    x, weight = np.ones((1, 4, 1, 20), np.float16), np.arange(16).astype(np.float16).reshape(4, 2, 1, 2)
+    weight.flags.writeable = False
+    forms = []
+    for groups in (1, 2):
+        problem: Any = checked_call(cupyconv.conv, x[:, : 2 * groups], weight, groups=groups).problem
+        (loop,) = by_way(replace(problem, machine=HostModel(1)), Columns).steps  # type: ignore[union-attr]
+        forms.append(loop.form)  # type: ignore[attr-defined]
+    assert forms[0] != forms[1]
+
+
 def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Plan]:
     """The least limit under which a way has a plan, and that."""
     too_little, enough, best = 0, 1 << 26, None
