@@ -487,6 +487,7 @@ LARGE: dict[str, Call] = {
     "depthwise": ((2, 64, 50, 50), (64, 1, 3, 3), {"groups": 64}),
     "depthwise, float16": ((2, 64, 50, 50), (128, 1, 3, 3), {"groups": 64, "dtype": "float16", "activation": "gelu"}),
     "many samples": ((24, 32, 8, 8), (24, 32, 3, 3), {}),
+    "taps of many channels, one after the other": ((1, 256, 30, 30), (48, 256, 3, 3), {"prologue": "relu"}),
     "one tap": ((2, 64, 40, 40), (48, 64, 1, 1), {"prologue": "relu", "activation": "gelu"}),
     "one tap, float16": ((2, 64, 40, 40), (48, 64, 1, 1), {"dtype": "float16"}),
     "a large weight": ((2, 128, 12, 12), (128, 128, 3, 3), {"of_weight": "last"}),
