@@ -23,7 +23,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.numpy import chain_fused
 from cupyconv.numpy.backend import NumpyBackend, Scratch
 from cupyconv.numpy.chain import LayersLoop, _unfused
-from cupyconv.numpy.chain_fused import ChainLoop, Fused, _by_price, _Draft, plan_fused
+from cupyconv.numpy.chain_fused import ChainLoop, Fused, _by_price, _Draft, _draft, _tile_sizes, axis_of, plan_fused
 from cupyconv.problem.geometry import ranges_of
 from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable
 
@@ -238,6 +238,24 @@ def test_threads_are_taken_where_one_takes_nearly_as_little():
     several, alone = (ChainLoop(problem, (1, 8), 1, threads) for threads in (2, 1))
     drafts = [_Draft(alone, 2, 1.0, 1.0), _Draft(several, 1, 1.05, 2.0), _Draft(alone, 2, 0.5, 0.5)]
     assert sorted(drafts, key=_by_price) == [drafts[2], drafts[1], drafts[0]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "tile", "bands"), [(4, (1, 8), 1), (3, (1, 8), 2), (3, (1, 76), 1), (3, (2, 8), 1), (1, (2, 8), 2)]
+)
+def test_rows_are_of_the_last_layer_and_in_bands_where_samples_are_too_few_for_threads(batch, tile, bands):
+    layers = [ConvLayer(array(4, 4, 3, 3)), ConvLayer(array(4, 4, 3, 3), stride=(19, 1))]  # at last 2 x 76 pixels
+    problem: Any = checked_call(cupyconv.conv_chain, array(batch, 4, 40, 80), layers).problem
+    problem = on(problem, HostModel(2))
+    cut = _draft(problem, tile, 2).cut
+    assert (cut.axis, cut.bands, len(cut.row_ranges), sum(map(len, cut.row_ranges))) == (2, bands, bands, 76)
+    assert next(_tile_sizes(problem, 2)) == (-(-batch // 2), 76)
+
+
+@pytest.mark.parametrize(("size", "axis"), [((4, 9), 2), ((9, 4), 1), ((9, 9), 1)])
+def test_rows_of_a_small_result_are_along_its_longest_axis(size, axis):
+    problem: Any = checked_call(cupyconv.conv, array(1, 2, *size), array(2, 2, 1, 1)).problem
+    assert axis_of(problem.geometry) == axis
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,51 @@ def test_ways_to_scatter_read_and_write_several_images_as_one(name, seed):
             np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max(), err_msg=way.__name__)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("order", ["C", "gaps", "last"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_products_are_written_where_the_results_lie_if_they_are_matrices_there(groups, several, order, dtype):
+    make = integers(Random(1))
+    grad, weight = make(2, 6, 40, 40, dtype=dtype), make(6, 4 // groups, 1, 1, dtype=dtype)
+    parts = ((2, 1, 40, 40), (2, 3, 40, 40)) if several else ((2, 4, 40, 40),)
+    outs = [make(*part, dtype=dtype, order=order) for part in parts]
+    call = checked_call(cupyconv.conv_grad_input, grad, weight, parts, groups=groups, out=outs)
+    by_group = zip(np.split(weight[:, :, 0, 0], groups), np.split(grad, groups, axis=1))
+    expected = np.concatenate([np.einsum("oc,nohw->nchw", *each) for each in by_group], axis=1)
+    problem: Any = replace(call.problem, machine=HostModel(1))
+    ways = list(ways_for("conv_grad_input", problem))
+    is_view = dtype == "float32" and order == "C" and (groups == 1 or not several)
+    assert (transposed.ScatteredView in ways) == is_view
+    for way in ways:
+        for out in outs:
+            out[...] = 77
+        with BACKEND.current():
+            BACKEND.prepare(by_way(problem, way))(call.arrays)
+        np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-2, err_msg=way.__name__)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_inputs_are_columns_where_they_are_matrices_of_whole_groups(groups, several, dtype):
+    make = integers(Random(1))
+    grad, parts = make(2, 6, 20, 20, dtype=dtype), [1, 3] if several else [4]
+    xs = [make(2, channels, 20, 20, dtype=dtype) for channels in parts]
+    out = make(6, 4 // groups, 1, 1, dtype=dtype)
+    call = checked_call(cupyconv.conv_grad_weight, grad, xs, (1, 1), groups=groups, out=out)
+    by_group = zip(np.split(grad, groups, axis=1), np.split(np.concatenate(xs, axis=1), groups, axis=1))
+    expected = np.concatenate([np.einsum("nohw,nchw->oc", of_grad, of_x.conj()) for of_grad, of_x in by_group])
+    problem: Any = replace(call.problem, machine=HostModel(1))
+    ways = list(ways_for("conv_grad_weight", problem))
+    assert (weight_gradient.GradientView in ways) == (groups == 1 or not several)
+    for way in ways:
+        out[...] = 77
+        with BACKEND.current():
+            BACKEND.prepare(by_way(problem, way))(call.arrays)
+        np.testing.assert_allclose(out[:, :, 0, 0], expected, rtol=1e-5, err_msg=way.__name__)
+
+
 #: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each loop after
 #: the first, of each turn, and of each tap where it reads a border.
 OBJECTS, OF_A_LOOP, OF_A_TURN, OF_A_BORDER = 25_000, 10_000, 250, 10_000
@@ -470,6 +515,17 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
     assert peak <= plan.workspace_bytes + objects, (peak, plan)
+
+
+def test_taps_of_a_complex_weight_that_share_a_product_count(small_buffers):
+    """Their products with each part, and the weight in their order."""
+    x, weight = ones(1, 256, 8, 8), ones(256, 64, 5, 5, dtype="complex64")
+    call = checked_call(cupyconv.conv_transpose, x, weight)
+    (result,) = call.results
+    plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=1 << 26), transposed.ScatteredTaps)
+    assert plan
+    peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
+    assert plan.workspace_bytes // 2 <= peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
 #: Shapes of x and of the weight of a convolution, and settings.
