@@ -578,7 +578,8 @@ def test_a_pool_with_a_limit(cupy, machine, name):
             pool.set_limit(size=least + spare)
             try:
                 y = call(arrays).get()
-                assert np.array_equal(y, expected)
+                # A plan with less may sum in another order.
+                np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
                 outcomes.append(True)
             except cupy.cuda.memory.OutOfMemoryError:
                 outcomes.append(False)
