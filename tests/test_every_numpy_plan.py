@@ -528,6 +528,37 @@ def test_taps_of_a_complex_weight_that_share_a_product_count(small_buffers):
     assert plan.workspace_bytes // 2 <= peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
+@pytest.mark.parametrize("mode", ["wrap", "reflect"])
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("way", [transposed.ScatteredTaps, transposed.ScatteredColumns])
+def test_what_a_wide_border_is_added_to_counts(way, stride, mode, small_buffers):
+    """What stands for elements far apart is brought together, with all between."""
+    size, pad, taps = 8_000, 6_000, 3
+    grad = ones(1, 2, (size + 2 * pad - taps) // stride + 1)
+    settings = dict(stride=stride, padding=pad, padding_mode=mode)
+    call = checked_call(cupyconv.conv_grad_input, grad, ones(2, 4, taps), (1, 4, size), **settings)
+    (result,) = call.results
+    plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=400_000), way)
+    assert plan
+    peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
+    assert plan.workspace_bytes // 3 <= peak <= plan.workspace_bytes + objects, (peak, plan)
+
+
+@pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_grad_weight])
+@pytest.mark.parametrize("taps", [60, 100])
+def test_of_a_wide_border_there_are_the_indices_of_one_tap_at_a_time(taps, function, small_buffers):
+    """Those of all took 25 MB, where a plan said 2.6."""
+    size, pad = 20_000, 15_000
+    x, weight, grad = ones(1, 2, size), ones(1, 2, taps), ones(1, 1, size + 2 * pad - taps + 1)
+    arguments: Any = (x, weight) if function is cupyconv.conv else (grad, x, (taps,))
+    call = checked_call(function, *arguments, padding=pad, padding_mode="wrap", method="direct")
+    (result,) = call.results
+    plan = planned(replace(call.problem, machine=HostModel(1)), "direct", 1 << 20)  # type: ignore[type-var]
+    assert plan
+    peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
+    assert peak <= plan.workspace_bytes + min(objects, 200_000), (peak, plan)
+
+
 #: Shapes of x and of the weight of a convolution, and settings.
 Call = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
 #: Those of so large arrays that objects of Python are little beside them.

@@ -21,7 +21,17 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, Scratch
-from cupyconv.numpy.windows import Blocks, BlockSize, Images, block_words, five_axes, tile_shape, tile_size
+from cupyconv.numpy.windows import (
+    INDEX_ARRAYS,
+    INDEX_BYTES,
+    Blocks,
+    BlockSize,
+    Images,
+    block_words,
+    five_axes,
+    tile_shape,
+    tile_size,
+)
 from cupyconv.problem.arrays import accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, box_within, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, WeightGradientProblem
@@ -29,8 +39,6 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProble
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
-#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
-INDEX_ARRAYS, INDEX_BYTES = 4, 8
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ class Col2im(ColumnsStep):
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows
         (columns, each), image = _in_turn(arrays["columns"], windows), five_axes(arrays["out"])
+        each = tuple(each)  # for it is gone through for every sample
         sums_dtype, count = dtype_from_name(accumulator(self.problem.columns.dtype)), image.shape[1]
         parts = [*parts_of(count, self.channels or count)]
         for n, channels in ((n, part) for n in range(len(image)) for part in parts):  # `product` would list the samples
@@ -85,7 +86,7 @@ class Col2im(ColumnsStep):
                 image_nc[...] = sums
 
 
-def _in_turn(columns: np.ndarray, windows: Windows) -> tuple[np.ndarray, tuple[tuple[Region, ...], ...]]:
+def _in_turn(columns: np.ndarray, windows: Windows) -> tuple[np.ndarray, Iterable[tuple[Region, ...]]]:
     """Columns (N, C * taps, pixels) as a view (N, C, taps, *pixels), and what each tap reads for all pixels at once.
 
     Where pixels are fewer than taps, the two have changed places.

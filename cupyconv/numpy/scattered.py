@@ -34,7 +34,18 @@ from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_copy
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Region, add, five_axes, parts_of, read, tap_regions
+from cupyconv.numpy.windows import (
+    INDEX_ARRAYS,
+    INDEX_BYTES,
+    Region,
+    add,
+    added_together,
+    five_axes,
+    parts_of,
+    read,
+    read_through_index,
+    tap_regions,
+)
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan
@@ -165,11 +176,14 @@ class ScatteredLoop(BlockLoop):
         if problem.factor_alone_is_complex:
             # Products with the parts of the weight; and these, whose elements are apart: NumPy 2.5 copies them.
             nbytes += columns * channels * (area + geometry.group_outputs) * item // 2
-        if columns and not (x_is_factor(problem) and samples == 1):
+        if not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
-            nbytes += channels * samples * max(prod(run), geometry.taps) * item
+            # Tap by tap, or pixel by pixel.
+            ways = run, geometry.kernel
+            nbytes += channels * samples * max(added_together(geometry, each) for each in ways) * item
+            nbytes += INDEX_ARRAYS * INDEX_BYTES * max(max(read_through_index(geometry, each)) for each in ways)
         image = channels * samples * prod(geometry.size) * item
         return nbytes + image * ((not self.in_place) + bool(problem.activation))
 

@@ -23,7 +23,7 @@ A prologue transforms what is read as it is written, and so never the padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from math import gcd, prod
@@ -33,7 +33,7 @@ import numpy as np
 
 from cupyconv.numpy.backend import Scratch, lines_apart
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
-from cupyconv.problem.kept import Cache
+from cupyconv.problem.kept import LARGEST, Cache
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -51,6 +51,10 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
+#: Bytes of index arrays up to which they are kept too: half of what is kept of anything, the rest is for what holds them.
+_KEPT_INDICES = LARGEST // 2
+#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
+INDEX_ARRAYS, INDEX_BYTES = 4, 8
 #: Bytes of memory from one place of the nearest cache to itself, and the lines that stay in a place.
 PLACES, LINES_OF_A_PLACE = 4096, 8
 #: Blocks of which what they read is kept: a loop over more of them works it out anew for each.
@@ -116,20 +120,29 @@ def boxes(
     return tuple(regions)
 
 
-def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
+def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Region, ...]]:
     """For every tap, in C order, what a block's output pixels read.
 
-    Kept between calls, since a small convolution is bound by working this out; not for large kernels,
-    which are not, and whose regions would take megabytes.
+    Kept between calls, since a small convolution is bound by working this out.  Not so large kernels and wide borders,
+    whose regions would take megabytes: of these there are one tap's at a time.
     """
     if windows.taps > _KEPT_TAPS:
-        return _tap_regions(windows, block)
+        return _EachTap(windows, block)
     key = windows, block
     regions = _TAP_REGIONS.get(key)
     if regions is None:
-        regions = _tap_regions(windows, block)
+        through_index = 0 if windows.padding_mode == "constant" else sum(read_through_index(windows, map(len, block)))
+        if windows.taps * through_index * INDEX_BYTES > _KEPT_INDICES:
+            return _EachTap(windows, block)
+        regions = tuple(_EachTap(windows, block))
         _TAP_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
     return regions
+
+
+def read_through_index(windows: Windows, extents: Iterable[int]) -> list[int]:
+    """Of so many outputs along each axis those whose tap may be on the border, where index arrays say what it reads."""
+    pads = (max(0, before) + max(0, after) for before, after in zip(windows.before, windows.after))
+    return list(map(min, extents, pads))
 
 
 def _most_bytes(windows: Windows, regions: int) -> int | None:
@@ -140,11 +153,17 @@ def _most_bytes(windows: Windows, regions: int) -> int | None:
 _TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(KEPT_REGIONS)
 
 
-def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
-    return tuple(
-        boxes(windows, block, windows.stride, [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)])
-        for tap in product(*(range(k) for k in windows.kernel))
-    )
+class _EachTap:
+    """What each tap reads, worked out when it is its turn."""
+
+    def __init__(self, windows: Windows, block: tuple[range, ...]) -> None:
+        self._windows, self._block = windows, block
+
+    def __iter__(self) -> Iterator[tuple[Region, ...]]:
+        windows = self._windows
+        for tap in product(*(range(k) for k in windows.kernel)):
+            offsets = [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)]
+            yield boxes(windows, self._block, windows.stride, offsets)
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
@@ -201,6 +220,22 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
             spread[index] += one
         values = together
     image[(..., *cut)] += values
+
+
+def added_together(windows: Windows, extents: Sequence[int]) -> int:
+    """Elements of what `add` brings together for so many values along each axis, at the most.
+
+    They span what a border stands for; of a corner there are those of the axis before too.
+    """
+    pads = list(map(max, windows.before, windows.after))
+    spans = list(map(min, windows.size, pads))
+    largest = 0
+    for axis, span in enumerate(spans):
+        others = [max(own, other) for own, other in zip(extents, spans)]
+        earlier = min(extents[axis], pads[axis]) if sum(map(bool, spans)) > 1 else 0
+        del others[axis]
+        largest = max(largest, (span + earlier) * prod(others))
+    return largest
 
 
 def tile_size(windows: Windows, pixels: Sequence[int]) -> tuple[int, ...]:
@@ -311,7 +346,7 @@ class Block:
         return Block(self.geometry.with_taps(taps), self._itemsize, self._ranges)
 
     @property
-    def taps(self) -> tuple[tuple[Region, ...], ...]:
+    def taps(self) -> Iterable[tuple[Region, ...]]:
         """What each tap reads; kept by `tap_regions`, not with the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
@@ -455,7 +490,7 @@ class Images:
     def copy_windows(self, block: Block, columns: np.ndarray) -> None:
         """Write all windows of a block to columns."""
         if block.geometry.taps == 1:
-            self.read(block.taps[0], block, columns[:, 0, 0, 0])
+            self.read(next(iter(block.taps)), block, columns[:, 0, 0, 0])
             return
         tile = block.tile(self.channels)
         if tile.in_image is not None and self._is_plain(columns.dtype):
