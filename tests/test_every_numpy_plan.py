@@ -36,6 +36,7 @@ from cupyconv.numpy.gathered import GatheringStep
 from cupyconv.numpy.gemm import Columns, View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
+from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.winograd import MEMORY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
@@ -178,6 +179,7 @@ def test_memory_keeps_within_the_limit_and_more_of_it_is_no_worse(method, name, 
     assert plan.workspace_bytes <= max(problem.limit, min(problem.limit, copied) + copied)
     assert plan.method == method or method == "auto"
     assert plan.bytes_moved >= problem.minimal_bytes
+    assert all(buffer.nbytes >= 0 for buffer in plan.workspace)
     for loop in loops_of(plan):
         assert 1 <= loop.threads <= max(problem.host.threads, 1) and loop.blocks >= 1 and loop.turns >= 1
         assert loop.threads * loop.workspace <= plan.workspace_bytes
@@ -289,6 +291,8 @@ def integers(random: Random) -> Make:
     def made(*shape: int, dtype: str, order: str = "C") -> np.ndarray:
         rng = np.random.default_rng(random.getrandbits(32))
         values = rng.integers(-3, 4, shape).astype(dtype)
+        if values.dtype.kind == "c":
+            values.imag = rng.integers(-3, 4, shape)
         if order == "last":
             return np.moveaxis(np.moveaxis(values, 1, -1).copy(), -1, 1)
         return np.repeat(values, 2, axis=-1)[..., ::2] if order == "gaps" else values
@@ -356,11 +360,13 @@ def test_ways_to_scatter_read_and_write_several_images_as_one(name, seed):
     outputs, channels, size = random.randint(1, 5), random.randint(1, 5), (random.randint(3, 9), random.randint(3, 40))
     grid = [extent - taps + 1 for extent in size]
     dtype = random.choice(("float32", "float64", "float16", "complex64"))
-    weight = make(groups * outputs, channels, taps, taps, dtype=dtype)
+    of_weight = {"complex64": "float32", "float32": "complex64"}.get(dtype, dtype) if random.random() < 0.3 else dtype
+    weight = make(groups * outputs, channels, taps, taps, dtype=of_weight if name == "conv_transpose" else dtype)
     given = make(random.randint(1, 3), groups * outputs, *grid, dtype=dtype, order=random.choice(("C", "last")))
     shape = (len(given), groups * channels, *size)
     cut = random.randint(1, shape[1])
     shapes = [(len(given), part, *size) for part in (cut, shape[1] - cut) if part]
+    dtype = "complex64" if "complex64" in (dtype, weight.dtype) else dtype
     outs = [make(*each, dtype=dtype, order=random.choice(("C", "last"))) for each in shapes]
     if name == "conv_grad_input":
         expected = cupyconv.conv_grad_input(given, weight, shape, groups=groups)
@@ -498,6 +504,13 @@ NOT_COUNTED = {
         "GradientMecProducts", cupyconv.conv_grad_weight, (ones(11, 104, 1, 4, 2, dtype="complex64"), ones(11, 54, 3, 12, 7, dtype="complex64"), (3, 3, 2)),
         {"stride": (1, 3, 3), "groups": 2},
     ),
+    "the product of the second of two blocks": (
+        "GradientChannels", cupyconv.conv_grad_weight, (ones(1, 512, 32, 64), ones(1, 8, 34, 66), (3, 3)), {},
+    ),
+    "what a wide border of tiles is gathered to": (
+        "GradientWinograd", cupyconv.conv_grad_weight, (ones(1, 4, 138, 138), ones(1, 64, 50, 50), (3, 3)),
+        {"padding": 45, "padding_mode": "wrap"},
+    ),
     "what came back of the outputs before": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
     ),
@@ -574,6 +587,7 @@ LARGE: dict[str, Call] = {
     "depthwise": ((2, 64, 50, 50), (64, 1, 3, 3), {"groups": 64}),
     "depthwise, float16": ((2, 64, 50, 50), (128, 1, 3, 3), {"groups": 64, "dtype": "float16", "activation": "gelu"}),
     "many samples": ((24, 32, 8, 8), (24, 32, 3, 3), {}),
+    "many samples, float16": ((24, 32, 10, 10), (24, 32, 1, 3), {"dtype": "float16"}),
     "taps of many channels, one after the other": ((1, 256, 30, 30), (48, 256, 3, 3), {"prologue": "relu"}),
     "one tap": ((2, 64, 40, 40), (48, 64, 1, 1), {"prologue": "relu", "activation": "gelu"}),
     "one tap, float16": ((2, 64, 40, 40), (48, 64, 1, 1), {"dtype": "float16"}),
@@ -698,12 +712,16 @@ def test_the_least_limit_is_what_the_smallest_block_takes(way, threads, mode):
         assert limit - 2 * Plan.ALIGNMENT <= plan.workspace_bytes <= limit
 
 
-@pytest.mark.parametrize("way", [Columns, TapByTap])
+@pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels])
 def test_indices_of_a_border_count_as_what_they_take(way):
     """Eight bytes for each element of a row that is read; elements that are no indices take the same."""
     x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
     for mode in ("constant", "wrap"):
-        problem: Any = checked_call(cupyconv.conv, x, weight, padding=9_000, padding_mode=mode).problem
+        border: Any = dict(padding=9_000, padding_mode=mode)
+        problem: Any = checked_call(cupyconv.conv, x, weight, **border).problem
+        if way is GradientChannels:
+            of_weight = array(1, 1, 37_999), array(1, 2, 20_000), 2
+            problem = checked_call(cupyconv.conv_grad_weight, *of_weight, **border).problem
         plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), way)
         assert plan
         (loop,) = loops_of(plan)
@@ -730,6 +748,65 @@ def test_no_more_threads_than_there_are_nor_than_have_what_each_needs(threads, l
                 assert loop.problem.host.threads in (1, min(threads, max(1, limit // loop.thread_bytes)))
                 seen += 1
     assert seen or limit < 100_000
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["conv_grad_weight", "conv_grad_input", "conv_transpose"])
+def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
+    """And under the least limit that has room for it a gradient's way keeps within that: sizes that are no whole lines too."""
+    call = large(name, ((2, 9, 11, 13), (7, 9, 3, 3), {"dtype": "float16"}))
+    problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=1)
+    for way in ways_for(name, problem):
+        with pytest.raises(ValueError, match="workspace") as refusal:
+            choose(replace(problem, method="way"), {"way": Method((way,))})
+        if "spectra" in str(refusal.value):  # they say no number
+            continue
+        needed = int(str(refusal.value).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
+        assert needed > 1 and by_way(replace(problem, workspace_limit=2 * needed), way), way
+        limit, plan = least_limit(problem, way)
+        copied = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("weight", 0)
+        sums = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("sums", 0)
+        assert plan.workspace_bytes <= replace(problem, workspace_limit=limit).limit_with(copied + sums), way
+
+
+def test_a_product_of_one_tap_is_as_large_as_its_sums():
+    x, grad = ones(1, 40, 40, 40), ones(1, 30, 38, 38)
+    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3)).problem
+    plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 24), weight_gradient.GradientTaps)
+    assert plan and {buffer.name: buffer.nbytes for buffer in plan.workspace}["products"] == 40 * 30 * 4
+
+
+@pytest.mark.parametrize("dtype, is_copied", [("complex64", False), ("float16", True)])
+def test_a_weight_is_copied_where_products_do_not_take_it_as_it_lies(dtype, is_copied):
+    call = checked_call(cupyconv.conv_transpose, ones(2, 6, 20, 20, dtype=dtype), ones(6, 4, 3, 3, dtype=dtype))
+    plan = by_way(replace(call.problem, machine=HostModel(1)), transposed.ScatteredColumns)  # type: ignore[type-var]
+    assert plan and any(buffer.name == "weight" and buffer.nbytes for buffer in plan.workspace) == is_copied
+
+
+def test_the_weight_stays_as_it_is_where_products_take_its_conjugate():
+    make = integers(Random(0))
+    grad, weight = make(1, 3, 9, 9, dtype="complex64"), make(3, 2, 3, 3, dtype="complex64")
+    before = weight.copy()
+    call = checked_call(cupyconv.conv_grad_input, grad, weight, (1, 2, 11, 11))
+    for way in ways_for("conv_grad_input", call.problem):  # type: ignore[arg-type]
+        plan = by_way(replace(call.problem, machine=HostModel(1)), way)  # type: ignore[type-var]
+        BACKEND.prepare(plan)({**call.arrays, "out": np.empty((1, 2, 11, 11), np.complex64)})  # type: ignore[arg-type]
+        np.testing.assert_array_equal(weight, before)
+
+
+def test_products_are_scattered_pixel_by_pixel_in_three_dimensions_and_of_inputs_that_part_a_group():
+    make = integers(Random(0))
+    x, weight = make(1, 8, 2, 2, 2, dtype="float32"), make(8, 3, 3, 3, 3, dtype="float32")
+    expected = cupyconv.conv_transpose(x, weight, groups=2, method="fft")
+    out = np.empty_like(expected)
+    call = checked_call(cupyconv.conv_transpose, [x[:, :6], x[:, 6:]], weight, groups=2, out=out)
+    for threads in (1, 2):
+        problem: Any = replace(call.problem, machine=HostModel(threads))
+        for way in ways_for("conv_transpose", problem):
+            if plan := by_way(problem, way):
+                out[...] = 77
+                BACKEND.prepare(plan)(call.arrays)
+                np.testing.assert_allclose(out, expected, atol=1e-3, err_msg=way.__name__)
 
 
 @pytest.mark.parametrize("side, is_kept", [(8, True), (800, False)])
@@ -792,6 +869,8 @@ def test_blocks_are_all_of_the_result_each_pixel_once(name, seed):
                 assert len(loop.pixel_runs) == loop.runs
                 assert sum(prod(map(len, run)) for run in loop.pixel_runs) == geometry.pixels
             elif isinstance(loop, PixelLoop):
+                if isinstance(loop, GradientChannels):
+                    assert geometry.in_channels <= loop.shares * loop.channels < 2 * geometry.in_channels
                 areas = [block.area for block in loop.each_block]  # each for all groups, or some of them
                 assert len(areas) % loop.blocks == 0 and loop.rounds >= len(areas) and prod(loop.block) == max(areas)
                 assert sum(areas) * loop.blocks == len(areas) * geometry.batch * geometry.pixels, loop
