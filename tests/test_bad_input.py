@@ -609,3 +609,19 @@ def test_linmerge_names_the_missing_samples_of_inputs_that_do_not_agree():
     words = ["must agree in all but the channel axis", r"axis N of samples is missing: array\[None\]"]
     fields = [np.ones((3, 100)), np.ones((2, 100))]
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, fields, np.ones((4, 5)))
+
+
+def test_linmerge_misses_no_samples_of_channels_that_are_last():
+    """As many samples as channels in all are a coincidence where the rest of the shapes says that N is there."""
+    fields = [np.ones((2, 100, 3)), np.ones((2, 100, 2))]
+    with pytest.raises(ValueError, match=r"must agree in all but the channel axis: [^;]*$"):
+        cupyconv.linmerge(fields, np.ones((5, 4)))
+
+
+def test_an_array_is_no_tuple_of_numbers_nor_a_shape():
+    """Said in a few words, without its elements."""
+    x, kernel = np.ones((1, 1, 8, 8)), np.ones((1, 1, 3, 3))
+    words = [r"^stride must be made of integers, given an array of shape \(2,\): give a tuple$"]
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, x, kernel, stride=np.array([1, 2]))
+    words = ["a shape or a sequence of shapes, given an array: its shape is needed$"]
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv_grad_input, np.ones((1, 1, 6, 6)), kernel, x)

@@ -1,6 +1,6 @@
 """Keywords that a function does not have: what other libraries call its arguments is answered with ours.
 
-A public function of arrays, and `options`, ends in ``**foreign: Never``, which help and `inspect.signature` leave out and
+An operation, `ConvLayer` and `options` end in ``**foreign: Never``, which help and `inspect.signature` leave out and
 type checkers refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
 A call without an argument that is needed gets here too: the argument may have come by another library's name.
 """
@@ -69,6 +69,8 @@ _WAYS = {
     "cval": "nothing: padding_mode='constant' pads with zeros",
     "fillvalue": "nothing: padding_mode='constant' pads with zeros",
     "origin": "padding, a pair (before, after) for each axis",
+    "kernel_size": "nothing: the weight's shape tells it",
+    "padding_mode": "nothing: another padding than zeros is for conv and its gradients alone",
 }
 
 
@@ -114,9 +116,9 @@ def ours_for(keyword: str, parameters: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     parameters = list(parameters)
-    if keyword in _WAYS:
-        return f"here it is {_WAYS[keyword]}"
     meant = [ours for ours in parameters if keyword in _NAMES.get(ours, ())]
+    if not meant and keyword in _WAYS:
+        return f"here it is {_WAYS[keyword]}"
     if len(meant) > 1:
         meant = [f"{ours} ({_VALUES[ours]})" for ours in meant]
     meant = meant or get_close_matches(keyword, parameters, n=1)

@@ -106,7 +106,8 @@ CONV_GRAD_INPUT = Operation(conv_grad_input, check_conv_grad_input, ("grad", "we
 def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
     """The shape of each input by name, and whether they were given as a list."""
     if not isinstance(input_shape, (tuple, list)):
-        raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {input_shape!r}")
+        given = "an array: its shape is needed" if hasattr(input_shape, "shape") else repr(input_shape)
+        raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {given}")
     if not input_shape:
         raise ValueError("input_shape is an empty sequence, needed at least one shape")
     listed = isinstance(input_shape[0], (tuple, list))

@@ -374,7 +374,7 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     if rank < 0:
         raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
     hint = ""
-    if sum(shape[0] for shape in shapes.values()) == weight_shape[1]:
+    if sum(shape[0] for shape in shapes.values()) == weight_shape[1] and len({s[1:] for s in shapes.values()}) == 1:
         hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
     elif len(shapes) == weight_shape[1]:
         hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"

@@ -171,4 +171,6 @@ def _int(name: str, value: Any) -> int:
     try:
         return index(value)
     except TypeError:
-        raise TypeError(f"{name} must be made of integers, given {value!r}") from None
+        shape = getattr(value, "shape", ())
+        given = f"an array of shape {shape}: give a tuple" if shape else repr(value)
+        raise TypeError(f"{name} must be made of integers, given {given}") from None
