@@ -220,6 +220,20 @@ def test_what_it_is_not_for_is_refused_by_name_and_never_chosen(x, weight, setti
     assert plan.method != "winograd" and words in dict(plan.rejected)["winograd"]
 
 
+@pytest.mark.parametrize("kernel, words", [
+    ((5,), "6 products for a tile of 2 pixels, where columns take 10"),
+    ((3, 3), "36 products for a tile of 4x4 pixels, where columns take 144"),
+    ((2, 1, 4), "36 products for a tile of 5x3 pixels, where columns take 120"),
+])  # fmt: skip
+def test_its_page_counts_the_products_of_a_tile(kernel, words):
+    """Of axes of one tap a tile has one element, which the page does not name."""
+    x, weight = normal(1, 2, *(9,) * len(kernel)), normal(3, 2, *kernel)
+    call = dict(padding="same", method="winograd")
+    assert cupyconv.explain(cupyconv.conv, x, weight, **call).reason == words
+    grad = normal(1, 3, *(9,) * len(kernel))
+    assert cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **call).reason == words
+
+
 def test_auto_takes_it_where_products_dominate_unless_it_is_forbidden():
     many, few = (normal(1, 64, 56, 56), normal(64, 64, 3, 3)), (normal(1, 3, 56, 56), normal(16, 3, 3, 3))
     grad = normal(1, 64, 56, 56)

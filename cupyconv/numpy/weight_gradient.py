@@ -296,7 +296,6 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
     """
 
     name = "Winograd"
-    words = "F(r, 7 - r) along axes of r taps: 6 products a tile, where columns take r for each of its pixels"
     products_are_summed = False
 
     @property

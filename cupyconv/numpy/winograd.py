@@ -93,6 +93,12 @@ class TiledLoop(PixelLoop):
         return super().loops(problem)
 
     @classmethod
+    def reason(cls, geometry: ConvGeometry) -> str:
+        sides = [cost.tile_outputs(geometry.kernel[axis]) for axis in tiled_axes(geometry)]
+        pixels = "x".join(map(str, sides))
+        return f"{products_of(geometry)} products for a tile of {pixels} pixels, where columns take {prod(sides) * geometry.taps}"
+
+    @classmethod
     def applies(cls, problem: Any) -> bool:
         return True
 
@@ -202,7 +208,6 @@ class Winograd(TiledLoop, ConvLoop):
     """Tiles of six elements along every axis of more than one tap."""
 
     name = "Winograd"
-    words = "F(7 - r, r) along axes of r taps: 6 products a tile, where columns take r for each of its outputs"
 
     @cached_property
     def makes_rows(self) -> bool:
