@@ -90,7 +90,8 @@ def conv(
     TypeError, ValueError
         As `cupyconv.conv`, at once and not when the result is computed; TypeError where x or residual is not a Dask
         array, or another argument is one; ValueError for chunks of unknown size.  When it is computed, TypeError for `out`
-        beside workers that are other processes, and ValueError where it shares memory with a chunk of an argument.
+        beside workers that are other processes, and ValueError where it shares memory with a chunk of an argument, and for a
+        chunk whose shape, or whose wider dtype, is not what its Dask array says.
 
     Notes
     -----

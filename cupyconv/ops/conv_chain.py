@@ -90,10 +90,11 @@ class ConvLayer:
     def packed(self) -> ConvLayer:
         """The layer with a copy of its weight that is its own, of which calls keep what they make of it.
 
-        On CUDA that is the weight in the order in which a kernel reads it, on NumPy transformed for Winograd's method.
+        That is the weight in the order in which a kernel or a product reads it, and on NumPy what Winograd's method makes of
+        it; of a layer at most 16 MiB there.
         The first call with images of a kind makes it, and waits until it is done; later ones, in any stream or thread
-        and in graphs that are captured after it, find it.  It lives as long as the layer, beside the limit on workspace;
-        `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
+        and in graphs that are captured after it, find it.  It lives as long as the layer, beside the limit on workspace.
+        On CUDA `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
 
         What is done to the layer's own weight is not seen by the packed one: pack it again.  The elements of its copy
         must stay as they are; NumPy's are read-only.  What `pickle` or `copy.deepcopy` makes of a packed layer is not packed.
