@@ -87,6 +87,26 @@ def test_the_same_bits_from_blocks_on_threads():
     assert len({y.tobytes() for y in results}) == 1
 
 
+@pytest.mark.parametrize("method, size", [("gemm", 40), ("direct", 40), ("gemm", 24)])
+def test_the_same_gradients_from_blocks_on_threads(method, size):
+    """A weight's: the sums of each caller's threads are its own until they are added, whomever the threads help by then."""
+    images = np.random.default_rng(0).standard_normal((THREADS, 2, 4, 8, size, size))
+
+    def call_with(number: int) -> Callable[[], bytes]:
+        def call() -> bytes:
+            with cupyconv.options(threads=4, workspace_limit=1 << 21):
+                grad, x = images[number]
+                return b"".join(
+                    cupyconv.conv_grad_weight(grad, x, 5, stride=1, padding=2, method=method).tobytes()
+                    for _ in range(10)
+                )
+
+        return call
+
+    calls = [call_with(number) for number in range(THREADS)]
+    assert at_once(calls) == [call() for call in calls]
+
+
 def test_parameters_of_two_calls_of_one_plan_are_apart():
     """Both may be on their way to the GPU when the other fills in its addresses."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 64)), np.ones((3, 2)), on="sm_90")

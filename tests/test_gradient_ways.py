@@ -14,6 +14,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.numpy import interleaved, transposed, weight_channels, weight_gradient, weight_sums
+from cupyconv.numpy.backend import kept_scratch
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
@@ -226,6 +227,34 @@ def test_threads_have_as_many_channels_of_a_tall_product(fresh):
     assert (loop.name, loop.in_place, loop.shares, loop.threads) == ("channels", True, 2, 2)
 
 
+@pytest.mark.parametrize("size", [(33, 35), (34, 45)])
+def test_a_thousand_pixels_and_some_more_are_one_product(size, fresh):
+    """In two, whose sums were added, it took 1.3 times as long."""
+    x, grad = np.zeros((1, 24, *size)), np.zeros((1, 40, *size))
+    with cupyconv.options(threads=2):
+        (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1).steps
+    assert (loop.name, loop.blocks, loop.threads) == ("channels", 1, 2)
+
+
+@pytest.mark.parametrize("shape, kernel, block", [
+    ((4, 3, 224, 224), (64, 3, 7, 7), 2 << 20),
+    ((2, 64, 56, 56), (128, 64, 5, 5), 8 << 20),  # of the fewest pixels with which a product is quick
+])  # fmt: skip
+def test_columns_stay_in_cache_until_their_product_is_done(shape, kernel, block, fresh, monkeypatch):
+    """Those of half an image, of which there was a product, left it: of the first layer here that took 1.2 times as long."""
+    only(monkeypatch, weight_gradient.GradientColumns)
+    x = np.zeros(shape, np.float32)
+    window = dict(stride=2, padding=kernel[2] // 2)
+    grad = cupyconv.conv(x, np.zeros(kernel, np.float32), **window)
+    for threads in (1, 2):  # one that was asked for leaves products to BLAS, which divides long ones
+        with cupyconv.options(threads=threads):
+            (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], method="gemm", **window).steps
+        columns, pixels = np.prod(kernel[1:]) * np.prod(loop.block) * x.itemsize, np.prod(loop.block)
+        is_long = threads == 1 and block == 2 << 20
+        assert (columns > 4 << 20) if is_long else columns <= block, loop
+        assert pixels >= weight_gradient.LONG_SUM // 2, loop
+
+
 @pytest.mark.parametrize("shape", [(8, 64, 56, 56), (8, 128, 28, 28), (8, 256, 14, 14)])
 def test_with_little_memory_some_channels_at_a_time_were_measured_to_be_best(shape):
     """By 1.9 to 3, beside ways whose sums are of the whole weight."""
@@ -349,9 +378,33 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
         plan = cupyconv.explain(function, *arguments, out=out, **window)
         call = partial(function, *arguments, out=out, **window)
         call()
+        kept_scratch(np.dtype("float32"))._give_back()
         python_objects = 100_000
         assert peak_bytes(call) <= plan.workspace_bytes + python_objects
     assert limit is None or plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("way, shape, kernel", [
+    ("columns", (4, 3, 96, 96), (16, 3, 7, 7)),
+    ("channels", (4, 64, 17, 17), (64, 64, 7, 1)),
+    ("MEC rows", (2, 3, 64, 64), (8, 3, 3, 3)),
+    ("taps", (2, 32, 40, 40), (32, 32, 3, 3)),
+])  # fmt: skip
+def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fresh, monkeypatch):
+    """The next call writes to the same memory; nothing of it after all is given back."""
+    ways = {each.name: each for each in (weight_gradient.GradientColumns, GradientChannels, GradientRows)}
+    ways["taps"] = weight_gradient.GradientTaps
+    only(monkeypatch, ways[way])
+    x, method, stride = integers(*shape), "direct" if way == "taps" else "gemm", 1 + (way == "columns")
+    grad = cupyconv.conv(x, np.zeros(kernel, np.float32), stride=stride)
+    out, python_objects = np.empty(kernel, np.float32), 100_000
+    call = partial(cupyconv.conv_grad_weight, grad, x, kernel[2:], stride=stride, method=method, out=out)
+    with cupyconv.options(threads=1):  # of two, another one may have helped before
+        call()
+        assert peak_bytes(call) <= python_objects
+        kept_scratch(np.dtype("float32"))._give_back()
+        assert peak_bytes(call) > 2 * python_objects
+    assert_exact(out, reference_gradients.conv_grad_weight(grad, x, kernel[2:], stride=stride), "float32")
 
 
 def test_phases_of_an_image_that_is_not_finite_take_no_more():

@@ -114,7 +114,7 @@ class BlockLoop(NumpyStep):
 
     @property
     def fresh_work(self) -> float:
-        """What the first touch of all threads' workspace takes, which a call has from the system anew."""
+        """What the first touch of all threads' workspace takes, which a call has from the system anew, or out of cache."""
         return cost.touched(self.threads * self.workspace)
 
     @property

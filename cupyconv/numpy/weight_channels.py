@@ -26,7 +26,7 @@ from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import PixelLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import CACHE_BLOCK, columns_bytes, inputs_are_columns
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.weight_sums import grad_is_factor, sums_are_result
+from cupyconv.numpy.weight_sums import grad_is_factor, memory_of_run, sums_are_result
 from cupyconv.numpy.windows import Blocks, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
@@ -34,7 +34,7 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 
 #: Pixels of a product, about; and of a sample from which its gradient is read where it lies.
-PIXELS, LONE_SAMPLE = 1024, 768
+PIXELS, LONE_SAMPLE = 1536, 768
 #: Channels at a time below which pixels are cut.
 FEW_CHANNELS = 16
 #: Of the price of products, what they take here.
@@ -163,6 +163,9 @@ class GradientChannels(PixelLoop):
 
     # What it does.
 
+    def _scratch(self, dtype: np.dtype) -> Scratch:
+        return memory_of_run(dtype, self.copied_bytes + self.threads * self.workspace, self.turns)
+
     @cached_property
     def _cut(self) -> Callable[[ConvGeometry], Blocks]:
         """The blocks of a part, of which there are few kinds: the last may be smaller."""
@@ -170,11 +173,13 @@ class GradientChannels(PixelLoop):
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         geometry = self.geometry
-        images = self.images(arrays, Scratch(self.x_dtype, self.turns))
-        memory = Scratch(self.sums_dtype, self.turns)
+        images, memory = self.images(arrays, self._scratch(self.x_dtype)), self._scratch(self.sums_dtype)
         grad, out = five_axes(arrays["grad"]), arrays["out"]
         if self.copied_bytes:
-            grad = np.array(grad.swapaxes(0, 1), self.factor_dtype, order="C").swapaxes(0, 1)
+            by_output = grad.swapaxes(0, 1)
+            copy = self._scratch(self.factor_dtype).array("factor", by_output.shape)
+            copy[...] = by_output
+            grad = copy.swapaxes(0, 1)
         out = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
 
         def compute(part: tuple[slice, slice]) -> None:

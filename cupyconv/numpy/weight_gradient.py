@@ -49,6 +49,9 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs
 
+#: Bytes of a block's columns that stay in cache until their product is done, and pixels with which it is as fast as with more.
+COLUMNS_BLOCK, LONG_SUM = 2 << 20, 768
+
 
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
@@ -224,7 +227,10 @@ class GradientColumns(WeightGradientLoop):
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         geometry = problem.geometry
-        return PRODUCT_BLOCK // (geometry.in_channels * geometry.taps * x_item(problem) or 1), geometry.batch
+        per_pixel = geometry.in_channels * geometry.taps * x_item(problem) or 1
+        most = PRODUCT_BLOCK // per_pixel
+        is_divided = problem.host.threads == 1 and not problem.host.most  # by BLAS, which is quicker at long products
+        return most if is_divided else min(most, max(COLUMNS_BLOCK // per_pixel, LONG_SUM)), geometry.batch
 
     @property
     def columns_bytes(self) -> int:

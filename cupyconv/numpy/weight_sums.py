@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.convolution import PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.shared_columns import is_in_order
@@ -30,6 +30,7 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
+from cupyconv.problem.kept import BUDGET
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem
 
@@ -44,6 +45,9 @@ _MANY_OUTPUTS = 128
 RUN, LEAST_RUN, FEW_ELEMENTS = 1024, 128, 960
 #: Elements of a result up to which NumPy lets no other thread run beside a product.
 HELD = 500
+
+#: Bytes of what a run writes beside the result, up to which they are kept from call to call.
+KEPT_BLOCKS = BUDGET // 4
 
 #: A gradient (groups, rows, pixels), or its real or imaginary parts, and the sums that its products belong to.
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -143,10 +147,21 @@ class WeightGradientLoop(PixelLoop):
         }
         return loops, sizes
 
+    @cached_property
+    def _memory_bytes(self) -> int:
+        """Bytes of all that a run writes beside the result."""
+        sums = (self.threads - self.in_place) * self.geometry.groups * self.rows * self.geometry.reduction
+        products = self.threads * self.piece * self.product_bytes(self.problem)
+        return sums * self.sums_dtype.itemsize + products + self.threads * self.workspace
+
+    def memory(self, dtype: np.dtype) -> Scratch:
+        """Memory of a run."""
+        return memory_of_run(dtype, self._memory_bytes, self.rounds)
+
     @property
     def product_memory(self) -> Scratch:
         """Memory for products, of a run."""
-        return Scratch(np.result_type(self.x_dtype, self.factor_dtype), self.rounds)
+        return self.memory(np.result_type(self.x_dtype, self.factor_dtype))
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
@@ -194,6 +209,14 @@ class WeightGradientLoop(PixelLoop):
         run.finish(in_threads(threads, run.sum_over, shares, self.holds_blas))
 
 
+def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
+    """What a run writes beside the result, so many bytes of all dtypes, so many times: kept from call to call, unless it is much.
+
+    What was written lately is in cache, and a page that the system gives anew takes longer than to fill it.
+    """
+    return kept_scratch(dtype) if nbytes <= KEPT_BLOCKS else Scratch(dtype, rounds)
+
+
 def sums_are_result(problem: WeightGradientProblem) -> bool:
     """Whether the sums can be kept where the result lies."""
     out = problem.out
@@ -221,7 +244,7 @@ class WeightRun:
     def __init__(self, loop: WeightGradientLoop, arrays: Mapping[str, Any]) -> None:
         self.loop, self.geometry, geometry, problem = loop, loop.geometry, loop.geometry, loop.problem
         self._conjugates = is_complex(problem.x_dtype)
-        images = loop.images(arrays, Scratch(loop.x_dtype, loop.rounds))
+        images = loop.images(arrays, loop.memory(loop.x_dtype))
         self.images = [images]
         if problem.x_alone_is_complex:
             parts = zip(*([(part, channels) for part in _parts(x)] for x, channels in images.inputs))
@@ -232,13 +255,17 @@ class WeightRun:
         #: (groups, outputs per group, channels of a group, *kernel): these outputs of the result.
         by_group = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
         self._out = by_group[:, self._rows]
-        self._grad_scratch = [Scratch(loop.factor_dtype, loop.rounds) for _ in self.grads]
-        self._product_scratch = loop.product_memory
+        self._grad_scratch, self._product_scratch = loop.memory(loop.factor_dtype), loop.product_memory
+        # All threads' sums are the caller's memory: when they are added, the workers may have another caller.
+        own = loop.threads - loop.in_place, geometry.groups, loop.rows, geometry.reduction
+        self._sums = list(loop.memory(loop.sums_dtype).array("sums", own))
+        if loop.in_place:
+            self._sums.insert(0, self._out.reshape(own[1:]))
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
         blocks, thread = share
-        sums = self._new_sums(thread)
+        sums = self._sums[thread]
         # One of the factors at most has two parts.
         parts = [sums.real, sums.imag] if len(self.images) + len(self.grads) > 2 else [sums]
         is_first = True
@@ -250,13 +277,6 @@ class WeightRun:
         if is_first:
             sums.fill(0)
         return sums
-
-    def _new_sums(self, thread: int) -> np.ndarray:
-        """Where a thread keeps its sums, uninitialised."""
-        shape = self.geometry.groups, self.loop.rows, self.geometry.reduction
-        if thread == 0 and self.loop.in_place:
-            return self._out.reshape(shape)
-        return np.empty(shape, self.loop.sums_dtype)
 
     def finish(self, sums: list[np.ndarray]) -> None:
         """Add the threads' sums in order and store them."""
@@ -275,7 +295,7 @@ class WeightRun:
         if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
             grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
         if not self.loop.is_factor(block.size):
-            copy = self._grad_scratch[part].array("grad", grad.shape)
+            copy = self._grad_scratch.array(f"factor {part}", grad.shape)
             if self._conjugates:
                 np.conjugate(grad, out=copy)
             else:
