@@ -286,3 +286,24 @@ def test_a_lone_product_has_room_for_what_its_border_is_gathered_with():
     with cupyconv.options(workspace_limit=60_000, threads=2):
         plan = cupyconv.explain(cupyconv.conv, x, weight, np.ones(1, np.float32), **settings)
     assert plan.workspace_bytes <= 60_000
+
+
+#: Not in C order: it is copied, on top of a small limit.
+COPIED = np.ones((3, 3, 64, 96), np.float32).transpose(3, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        *((cupyconv.conv, dict(weight=COPIED, method=method)) for method in ("gemm", "winograd", "fft")),
+        *((cupyconv.conv_transpose, dict(weight=COPIED.swapaxes(0, 1), method=method)) for method in ("gemm", "fft")),
+        (cupyconv.lstm, dict(weight_ih=COPIED[0].reshape(64, 9).T[:8], weight_hh=np.ones((2, 8), np.float32).T)),
+    ],
+)
+def test_a_refusal_names_the_limit_that_was_set(function, arguments):
+    """Not what a large weight's copy makes of it."""
+    x = np.ones((5, 1, 64) if function is cupyconv.lstm else (1, 64, 20, 20), np.float32)
+    with cupyconv.options(workspace_limit=10, threads=1), pytest.raises(ValueError) as refused:
+        function(x, **arguments)
+    limits = re.findall(r"(?:the limit is|the workspace limit of) ([\d,]+)", str(refused.value))
+    assert limits == ["10"]

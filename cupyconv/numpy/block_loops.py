@@ -205,7 +205,8 @@ class PixelLoop(BlockLoop):
 
         pixels, most_samples = cls.aim(problem)
         pixels = share_of_pixels(problem.geometry, cls.sharers(problem), pixels)
-        return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
+        on_top = limit - problem.limit
+        return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples, on_top))
 
     @cached_property
     def inputs(self) -> list[tuple[str, slice]]:
@@ -276,8 +277,12 @@ def largest_block(
     target: int,
     smallest: int,
     most_samples: int,
+    on_top: int = 0,
 ) -> BlockSize:
-    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
+    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes.
+
+    Of these `on_top` are beyond the caller's limit, see `Problem.limit_with`, and a refusal does not count them.
+    """
     smallest = max(1, min(smallest, geometry.pixels))
     pixels = max(smallest, target)
     while True:
@@ -286,7 +291,8 @@ def largest_block(
         if nbytes <= limit:
             return block
         if pixels == smallest:
-            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
+            least, known = nbytes - on_top, limit - on_top
+            raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {known:,}")
         pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
 
 

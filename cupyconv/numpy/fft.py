@@ -134,7 +134,7 @@ class Fft(ConvLoop):
         limit = problem.limit_with(copied)
         best = best_cut(problem, copied + 3 * Plan.ALIGNMENT, limit)
         if best is None:
-            raise no_room(limit)
+            raise no_room(problem.limit)
         first: Any = best.first
         loops: list[Any] = [first]
         if best.shares > 1:

@@ -107,7 +107,7 @@ class ScatteredFft(ScatteredLoop):
         limit = problem.limit_with(weight)
         loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
         if loop is None:
-            raise no_room(limit)
+            raise no_room(problem.limit)
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
     # What a block takes.

@@ -69,7 +69,7 @@ class GradientFft(WeightGradientLoop):
             return cls(problem, (1, 1, 1, 1))
         loop: Any = best_loop(problem, fixed, limit)
         if loop is None:
-            raise no_room(limit)
+            raise no_room(problem.limit)
         return loop
 
     # What a block takes.

@@ -288,7 +288,7 @@ class MecRows(ConvLoop):
                 if needed <= limit:
                     return loop
             if is_least:
-                raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
+                raise NotApplicable(problem.no_room("the smallest block", needed, limit))
             if rows == 1 or (part > 1 and part * prod(inner) > SMALLEST_BLOCK):
                 count = min(extent, 2 * count)
             else:

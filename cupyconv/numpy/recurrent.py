@@ -173,7 +173,7 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             threads = at_once // 2
         else:
             least = limit - left + per_step
-            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
+            raise ValueError(problem.no_room("one step of one sample", least, limit))
     in_cache = CHUNK_BYTES * at_once // (per_step or 1)
     if ahead:
         in_cache = min(in_cache, chunk_ahead(problem))

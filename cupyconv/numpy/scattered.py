@@ -204,7 +204,7 @@ class ScatteredLoop(BlockLoop):
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
-        raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {limit:,}")
+        raise NotApplicable(problem.no_room("the smallest block", least, limit))
 
     @classmethod
     def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:

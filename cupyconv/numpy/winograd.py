@@ -120,7 +120,7 @@ class TiledLoop(PixelLoop):
             if needed <= limit:
                 return loop
             if most == 1:
-                raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
+                raise NotApplicable(problem.no_room("the smallest block", needed, limit))
             room = max(0, limit - fixed)
             most = max(1, min(most - 1, most * room // (needed - fixed)))
 

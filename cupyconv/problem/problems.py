@@ -116,6 +116,12 @@ class Problem:
         """
         return max(self.limit, min(self.limit, weights) + weights)
 
+    def no_room(self, what: str, needed: int, room: int) -> str:
+        """Why `what` is not done, which needs more bytes than there is room for: in bytes of the limit that the caller knows,
+        without what `limit_with` has put on top of it.
+        """
+        return f"{what} needs {needed - (room - self.limit):,} bytes of workspace, the limit is {self.limit:,}"
+
     @property
     def arrays(self) -> Iterable[Operand | None]:
         """Arguments and results, None for one that is absent."""
