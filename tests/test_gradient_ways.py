@@ -236,6 +236,20 @@ def test_a_thousand_pixels_and_some_more_are_one_product(size, fresh):
     assert (loop.name, loop.blocks, loop.threads) == ("channels", 1, 2)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("channels", [37, 40, 42, 100])
+def test_threads_have_as_many_shares_of_channels(channels, threads, fresh, monkeypatch):
+    """Three of them on two threads: one of these waited for half of the time."""
+    only(monkeypatch, GradientChannels)
+    x, grad = np.zeros((5, channels, 41, 37), np.float32), np.zeros((5, 64, 21, 19), np.float32)
+    with cupyconv.options(threads=threads):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 5, stride=2, padding=2, method="gemm")
+        (loop,) = plan.steps
+    rounds = -(-loop.shares // threads)
+    assert loop.shares == -(-channels // loop.channels) and loop.threads == threads
+    assert rounds * loop.channels * threads < channels + rounds * threads, loop
+
+
 @pytest.mark.parametrize("shape, kernel, block", [
     ((4, 3, 224, 224), (64, 3, 7, 7), 2 << 20),
     ((2, 64, 56, 56), (128, 64, 5, 5), 8 << 20),  # of the fewest pixels with which a product is quick

@@ -87,14 +87,20 @@ class GradientChannels(PixelLoop):
                 block = block_of_pixels(geometry, max(cls.smallest, min(pixels, fitting)), most_samples)
                 if block[0] < min(2, most_samples):
                     break
-                channels = min(most_channels, target // (per_pixel * (prod(block) + 2 * geometry.group_outputs) or 1))
-                loop = cls(problem, block, even_channels(geometry, max(1, channels)))
+                channels = target // (per_pixel * (prod(block) + 2 * geometry.group_outputs) or 1)
+                loop = cls(problem, block, cls._share(problem, channels))
                 # Of a product that is written where the result lies nothing but columns is in cache.
-                channels = min(most_channels, target // (per_pixel * prod(block) or 1))
-                larger = replace(loop, channels=even_channels(geometry, max(1, channels)))
+                larger = replace(loop, channels=cls._share(problem, target // (per_pixel * prod(block) or 1)))
                 loop = larger if larger.in_place else loop
                 yield loop
                 target -= target // 4
+
+    @classmethod
+    def _share(cls, problem: WeightGradientProblem, most: int) -> int:
+        """About as many channels, at most, as so many: such that every thread has as many shares of them."""
+        geometry, threads = problem.geometry, problem.host.threads
+        rounds = ceil(geometry.in_channels / (threads * max(1, most)))
+        return even_channels(geometry, ceil(geometry.in_channels / (threads * rounds or 1)))
 
     # What it takes.
 
