@@ -26,15 +26,15 @@ from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import PixelLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import CACHE_BLOCK, columns_bytes, inputs_are_columns
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.weight_sums import grad_is_factor, memory_of_run, sums_are_result
+from cupyconv.numpy.weight_sums import blas_divides, grad_is_factor, memory_of_run, sums_are_result
 from cupyconv.numpy.windows import Blocks, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 
-#: Pixels of a product, about; and of a sample from which its gradient is read where it lies.
-PIXELS, LONE_SAMPLE = 1536, 768
+#: Pixels of a product, about, and of one that BLAS divides; and of a sample from which its gradient is read where it lies.
+PIXELS, DIVIDED, LONE_SAMPLE = 1536, 1024, 768
 #: Channels at a time below which pixels are cut.
 FEW_CHANNELS = 16
 #: Of the price of products, what they take here.
@@ -61,7 +61,7 @@ class GradientChannels(PixelLoop):
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         geometry = problem.geometry
         is_lone = grad_is_factor(problem) and geometry.pixels >= LONE_SAMPLE
-        return PIXELS, 1 if is_lone else geometry.batch
+        return DIVIDED if blas_divides(problem) else PIXELS, 1 if is_lone else geometry.batch
 
     @classmethod
     def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:

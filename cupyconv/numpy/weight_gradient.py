@@ -31,7 +31,7 @@ from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
-from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
+from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, blas_divides, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images, copy, parts_of
 from cupyconv.numpy.winograd import MEMORY, TiledLoop, by_group
 from cupyconv.numpy.winograd_tiles import (
@@ -228,9 +228,10 @@ class GradientColumns(WeightGradientLoop):
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * x_item(problem) or 1
-        most = PRODUCT_BLOCK // per_pixel
-        is_divided = problem.host.threads == 1 and not problem.host.most  # by BLAS, which is quicker at long products
-        return most if is_divided else min(most, max(COLUMNS_BLOCK // per_pixel, LONG_SUM)), geometry.batch
+        pixels = PRODUCT_BLOCK // per_pixel
+        if not blas_divides(problem):
+            pixels = min(pixels, max(COLUMNS_BLOCK // per_pixel, LONG_SUM))
+        return pixels, geometry.batch
 
     @property
     def columns_bytes(self) -> int:

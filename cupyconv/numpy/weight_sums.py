@@ -217,6 +217,11 @@ def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
     return kept_scratch(dtype) if nbytes <= KEPT_BLOCKS else Scratch(dtype, rounds)
 
 
+def blas_divides(problem: WeightGradientProblem) -> bool:
+    """Whether BLAS divides products among its own threads: the caller asked for one of ours."""
+    return problem.host.threads == 1 and not problem.host.most
+
+
 def sums_are_result(problem: WeightGradientProblem) -> bool:
     """Whether the sums can be kept where the result lies."""
     out = problem.out
