@@ -263,9 +263,9 @@ class WeightRun:
         self._grad_scratch, self._product_scratch = loop.memory(loop.factor_dtype), loop.product_memory
         # All threads' sums are the caller's memory: when they are added, the workers may have another caller.
         own = loop.threads - loop.in_place, geometry.groups, loop.rows, geometry.reduction
-        self._sums = list(loop.memory(loop.sums_dtype).array("sums", own))
-        if loop.in_place:
-            self._sums.insert(0, self._out.reshape(own[1:]))
+        self._sums = [self._out.reshape(own[1:])] if loop.in_place else []
+        if own[0]:
+            self._sums += loop.memory(loop.sums_dtype).array("sums", own)
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
