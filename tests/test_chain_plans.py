@@ -20,10 +20,11 @@ from test_every_numpy_plan import LEAST_LIMIT, MOST_LIMIT, about
 import cupyconv
 from cupyconv import ConvLayer
 from cupyconv.call.explain import checked_call
-from cupyconv.numpy import chain_fused
+from cupyconv.numpy import chain, chain_fused
 from cupyconv.numpy.backend import NumpyBackend, Scratch
 from cupyconv.numpy.chain import LayersLoop, _unfused
 from cupyconv.numpy.chain_fused import ChainLoop, Fused, _by_price, _Draft, _draft, _tile_sizes, axis_of, plan_fused
+from cupyconv.numpy.convolution import ConvLoop
 from cupyconv.problem.geometry import ranges_of
 from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable
 
@@ -238,6 +239,63 @@ def test_threads_are_taken_where_one_takes_nearly_as_little():
     several, alone = (ChainLoop(problem, (1, 8), 1, threads) for threads in (2, 1))
     drafts = [_Draft(alone, 2, 1.0, 1.0), _Draft(several, 1, 1.05, 2.0), _Draft(alone, 2, 0.5, 0.5)]
     assert sorted(drafts, key=_by_price) == [drafts[2], drafts[1], drafts[0]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits", "method"),
+    [(0.99, True, "unfused"), (1.01, True, "fused"), (0.97, False, "fused"), (0.9, False, "unfused")],
+)
+def test_layers_beyond_the_limit_are_taken_where_they_take_clearly_less(seconds, fits, method, monkeypatch):
+    problem: Any = checked_call(cupyconv.conv_chain, array(2, 4, 64, 64), [ConvLayer(array(4, 4, 3, 3))] * 2).problem
+    problem, own = on(problem, HostModel(1)), chain._unfused
+    tiled = plan_fused(problem).seconds
+    monkeypatch.setattr(chain, "_unfused", lambda of: own(of)._replace(seconds=seconds * tiled, fits=fits))
+    assert BACKEND.plan(problem).method == method
+
+
+@pytest.mark.parametrize(
+    ("machine", "channels", "holds"),
+    [(HostModel(1, most=2), 96, True), (HostModel(1, most=2), 4, False), (HostModel(1), 96, False)],
+)
+def test_tiles_of_one_thread_hold_blas_where_it_would_divide_their_products(machine, channels, holds):
+    """Not where a caller asked for one thread: BLAS's are left to them."""
+    layers = [ConvLayer(array(channels, channels, 3, 3))] * 2
+    problem: Any = checked_call(cupyconv.conv_chain, array(1, channels, 40, 40), layers).problem
+    assert plan_fused(on(problem, machine)).loop.holds_blas == holds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("size", [(3, 60, 9), (3, 9, 60)])
+def test_parts_are_planned_for_arrays_as_they_lie(size, dtype, tile_bytes, monkeypatch):
+    """And have weights in the dtype that they compute in, and the memory that the part before had."""
+    tile_bytes(4_000)
+    seen, own = 0, ConvLoop.run
+
+    def run(loop: ConvLoop, arrays: dict[str, np.ndarray], scratch: Scratch) -> None:
+        nonlocal seen
+        for operand, image in [(x, arrays[x.name]) for x in loop.problem.xs] + [(loop.problem.out, arrays["out"])]:
+            lies = [step // image.itemsize for extent, step in zip(image.shape, image.strides) if extent > 1]
+            assert image.shape == operand.shape and image.dtype == operand.dtype
+            assert lies == [step for extent, step in zip(operand.shape, operand.strides) if extent > 1]
+        assert arrays["weight"].dtype == loop.factor_dtype == np.float32
+        assert np.shares_memory(*(scratch.array("any", (8,)) for _ in range(2)))
+        seen += 1
+        own(loop, arrays, scratch)
+
+    monkeypatch.setattr(ConvLoop, "run", run)
+    layers = [
+        ConvLayer(values(4, 3, 3, 3, dtype=dtype), padding=1),
+        *[ConvLayer(values(4, 4, 3, 3, dtype=dtype), padding=1)] * 2,
+    ]
+    with cupyconv.options(threads=1):
+        cupyconv.conv_chain(values(1, *size, dtype=dtype), layers, fuse=True)
+    assert seen > 8
+
+
+def test_a_layer_may_have_no_channels():
+    layers = [ConvLayer(np.ones((0, 2, 3, 3))), ConvLayer(np.ones((3, 0, 3, 3)), np.arange(3.0))]
+    y = cupyconv.conv_chain(np.ones((1, 2, 40, 40)), layers, fuse=True)
+    assert (y == np.arange(3.0)[:, None, None]).all()
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,28 @@ from cupyconv.problem.problems import NotApplicable
 Tile = tuple[Piece, ...]
 
 
-def any_chain(random: Random, rows: int) -> tuple[list[ConvGeometry], int]:
-    """Layers, of which the last has about so many rows, and the axis that these are along."""
+def layer_along(
+    axis: int, size: int, kernel: int = 1, stride: int = 1, dilation: int = 1, before: int = 0, after: int = 0
+) -> ConvGeometry:
+    """A layer that is one-dimensional, along any axis."""
 
     def along(value: int, other: int) -> Any:
         return tuple(value if each == axis else other for each in range(3))
 
+    return ConvGeometry(
+        batch=7, channels=(2,), size=along(size, 1), kernel=along(kernel, 1), stride=along(stride, 1),
+        before=along(before, 0), after=along(after, 0), dilation=along(dilation, 1), out_channels=2,
+        padding_mode="constant", rank=3, groups=1,
+    )  # fmt: skip
+
+
+def any_chain(random: Random, rows: int) -> tuple[list[ConvGeometry], int]:
+    """Layers, of which the last has about so many rows, and the axis that these are along."""
     axis, size, layers = random.randrange(3), rows, []
     for _ in range(random.randint(1, 4)):
         kernel, stride, dilation = random.randint(1, 5), random.choice((1, 1, 2, 3)), random.choice((1, 1, 2))
         before, after = (random.choice((0, 1, kernel // 2, random.randint(0, 9))) for _ in range(2))
-        one = ConvGeometry(
-            batch=7, channels=(2,), size=along(size, 1), kernel=along(kernel, 1), stride=along(stride, 1),
-            before=along(before, 0), after=along(after, 0), dilation=along(dilation, 1), out_channels=2,
-            padding_mode="constant", rank=3, groups=1,
-        )  # fmt: skip
+        one = layer_along(axis, size, kernel, stride, dilation, before, after)
         layers.append(one)
         size = one.out_size[axis]
         assume(size > 0)
@@ -90,6 +97,17 @@ def test_rows_that_are_kept_are_those_that_the_tile_before_has_computed(random):
             if piece.outputs:
                 most[i] = max(most[i], len({*after.reads} - {*piece.outputs}))
     assert kept_rows(run) == most
+
+
+def test_rows_of_padding_alone_need_none_of_the_layers_before():
+    """A band at the end of an image, where the last layer's windows reach nothing of it: nor rows that no window reads."""
+    extent = 20
+    layers = [layer_along(0, extent), layer_along(0, extent), layer_along(0, extent, after=9)]
+    run = list(tiles(layers, 0, 1, range(extent + 2, extent + 8), 2))
+    assert len(run) == 3 and kept_rows(run) == [0, 0]
+    for *before, last in run:
+        assert len(last.outputs) == 2 and not last.reads
+        assert not any(piece.outputs or piece.reads for piece in before)
 
 
 @share_of_examples(4)
