@@ -37,6 +37,7 @@ from cupyconv.numpy.gemm import Columns, View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.numpy.weight_channels import GradientChannels
+from cupyconv.numpy.weight_sums import WeightGradientLoop, WeightRun
 from cupyconv.numpy.winograd import MEMORY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
@@ -514,6 +515,9 @@ NOT_COUNTED = {
     "what came back of the outputs before": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
     ),
+    "the gradient of a box of pixels that are not one run": (
+        "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
+    ),
 }  # fmt: skip
 
 
@@ -874,6 +878,94 @@ def test_blocks_are_all_of_the_result_each_pixel_once(name, seed):
                 areas = [block.area for block in loop.each_block]  # each for all groups, or some of them
                 assert len(areas) % loop.blocks == 0 and loop.rounds >= len(areas) and prod(loop.block) == max(areas)
                 assert sum(areas) * loop.blocks == len(areas) * geometry.batch * geometry.pixels, loop
+
+
+def sums_of(
+    grad: np.ndarray, x: np.ndarray, kernel: tuple[int, ...], *, threads: int = 1, limit: int = 1 << 20, out: Any = None
+) -> Iterator[tuple[ProductsProblem, Plan | None]]:
+    """A weight's gradient by each way that is a sum over blocks."""
+    call = checked_call(cupyconv.conv_grad_weight, grad, x, kernel, out=out)
+    problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=limit)
+    for way in ways_for("conv_grad_weight", problem):
+        if issubclass(way, WeightGradientLoop):
+            yield problem, by_way(problem, way)
+
+
+def test_sums_beside_a_result_are_those_of_outputs_that_have_room():
+    """At least of one, which may come on top of the limit; where the result lies in order it is the sums, all at once."""
+    grad, x, apart = array(1, 4, 201), array(1, 16, 300), np.empty((4, 16, 200), np.float32)[..., ::2]
+    seen = 0
+    for limit in range(2_000, 20_000, 1_000):
+        pairs = [sums_of(grad, x, (100,), limit=limit, out=out) for out in (np.empty((4, 16, 100), np.float32), apart)]
+        for (problem, in_place), (_, beside) in zip(*pairs, strict=True):
+            if in_place is None:
+                continue
+            assert beside is not None
+            assert len(in_place.steps) == 1 and not any(buffer.name == "sums" for buffer in in_place.workspace)
+            assert beside.bytes_moved >= problem.minimal_bytes * len(beside.steps)
+            assert sum(step.flops for step in beside.steps) == problem.flops  # type: ignore[attr-defined]
+            seen += len(beside.steps) > 1
+    assert seen
+
+
+def test_blocks_of_few_bytes_a_pixel_keep_within_the_limit():
+    """Where each piece of memory begins counts too."""
+    for limit in range(8_000, 16_000, 370):
+        for _, plan in sums_of(array(1, 1, 3998), array(1, 1, 4000), (3,), limit=limit):
+            assert plan is None or plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("limit", [60_000, 150_000, 400_000, 3_000_000])
+def test_products_of_a_sum_leave_room_for_its_blocks(threads, limit):
+    grad, x = array(4, 64, 30, 30), array(4, 64, 32, 32)
+    for problem, plan in sums_of(grad, x, (3, 3), threads=threads, limit=limit):
+        sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace} if plan else {}
+        one = threads * problem.geometry.reduction * 4
+        assert sizes.get("products", 0) <= max(limit // 4, one) + Plan.ALIGNMENT
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_have_as_many_blocks_of_a_sum(threads, monkeypatch):
+    shares: list[int] = []
+    own = WeightRun.sum_over
+
+    def sum_over(run: WeightRun, share: tuple[Any, int]) -> np.ndarray:
+        blocks = list(share[0])
+        shares.append(len(blocks))
+        return own(run, (blocks, share[1]))
+
+    monkeypatch.setattr(WeightRun, "sum_over", sum_over)
+    grad, x = ones(5, 8, 30, 30), ones(5, 4, 32, 32)
+    for _, plan in sums_of(grad, x, (3, 3), threads=threads, limit=200_000):
+        for loop in () if plan is None else loops_of(plan):
+            shares.clear()
+            loop.run({"grad": grad, "x": x, "out": np.empty((8, 4, 3, 3), np.float32)})  # type: ignore[attr-defined]
+            assert sum(shares) == loop.blocks and max(shares) == -(-loop.blocks // loop.threads)
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 3)])
+def test_a_gradient_is_copied_where_its_pixels_are_not_in_the_order_of_the_products(kernel, monkeypatch):
+    """And only there: what is copied, and what is counted as a copy, are the same."""
+    seen, own = [], WeightRun._grad
+
+    def read(run: WeightRun, block: Any, part: int) -> np.ndarray:
+        grad = block.of(run.grads[part]).swapaxes(0, 1)
+        if run.loop.shares_columns:
+            grad = np.moveaxis(grad, 2 + run.geometry.outermost, 1)
+        as_it_lies = run.loop.reads_boxes or np.shares_memory(grad.reshape(len(grad), -1), grad)
+        result = own(run, block, part)
+        assert run.loop.is_factor(block.size) == as_it_lies == np.shares_memory(result, run.grads[part])
+        seen.append(as_it_lies)
+        return result
+
+    monkeypatch.setattr(WeightRun, "_grad", read)
+    x, grad = ones(4, 8, 30, 30), ones(4, 6, *(31 - taps for taps in kernel))
+    for limit in (50_000, 150_000, 1 << 20):
+        for _, plan in sums_of(grad, x, kernel, limit=limit):
+            for loop in () if plan is None else loops_of(plan):
+                loop.run({"grad": grad, "x": x, "out": np.empty((6, 8, *kernel), np.float32)})  # type: ignore[attr-defined]
+    assert {*seen} == {False, True}
 
 
 #: Seconds of a byte that has to be moved, of memory as fast as it comes; and how much less than all products and all bytes

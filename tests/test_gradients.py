@@ -407,6 +407,15 @@ def test_the_gradient_of_a_real_argument_is_real(target, x_kind, weight_kind):
         assert_rounded(target.to_host(one), wanted, dtype)
 
 
+def test_weight_gradient_of_a_real_and_a_complex_input(target):
+    generator = np.random.default_rng(2)
+    xs = [drawn(generator, (2, 3, 6), np.dtype(dtype), 2) for dtype in ("float32", "complex64")]
+    grad = drawn(generator, (2, 2, 4), np.dtype("float32"), 2)
+    actual = cupyconv.conv_grad_weight(target.to_device(grad), [target.to_device(x) for x in xs], 3)
+    expected = reference_gradients.conv_grad_weight(grad, np.concatenate(xs, 1), (3,))
+    assert_rounded(target.to_host(actual), expected, np.dtype("complex64"))
+
+
 def test_a_list_of_one_stays_a_list(target):
     x, weight = (target.to_device(np.ones(shape, np.float32)) for shape in ((1, 2, 5), (3, 2, 3)))
     for given_x, is_list in ((x, False), ([x], True), ((x,), True)):

@@ -207,11 +207,17 @@ def test_a_1x1_gradient_of_channels_last_images(target, fresh, monkeypatch, dtyp
 
 
 @pytest.mark.parametrize(
-    "dtype, outputs, is_turned", [("float32", 32, True), ("float32", 128, False), ("float64", 32, False)]
+    "dtype, channels, outputs, is_turned",
+    [
+        ("float32", 200, 32, True),
+        ("float32", 200, 128, False),
+        ("float32", 64, 100, False),
+        ("float64", 200, 32, False),
+    ],
 )
-def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, outputs, is_turned):
+def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, channels, outputs, is_turned):
     rng, rows = np.random.default_rng(9), []
-    x, grad = (rng.integers(-3, 4, (1, channels, 24, 24)).astype(dtype) for channels in (200, outputs))
+    x, grad = (rng.integers(-3, 4, (1, own, 24, 24)).astype(dtype) for own in (channels, outputs))
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 1)
     assert plan.steps[0].name == "view" and plan.steps[0].blocks == 1
     assert ("products" in {buffer.name for buffer in plan.workspace}) == is_turned
@@ -220,7 +226,7 @@ def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, output
         np, "matmul", lambda a, *others, **out: (rows.append(a.shape[-2]), original(a, *others, **out))[1]
     )
     result = cupyconv.conv_grad_weight(grad, x, 1)
-    assert rows == [200 if is_turned else outputs]
+    assert rows == [channels if is_turned else outputs]
     assert_exact(result[..., 0, 0], np.einsum("ohw,chw->oc", grad[0], x[0]), dtype)
 
 

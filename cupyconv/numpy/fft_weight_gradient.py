@@ -54,6 +54,7 @@ class GradientFft(WeightGradientLoop):
 
     name: ClassVar[str] = "FFT"
     words: ClassVar[str] = f"products of spectra; {ERRORS}"
+    reads_boxes: ClassVar[bool] = True
 
     problem: WeightGradientProblem
 
@@ -159,7 +160,7 @@ class GradientFft(WeightGradientLoop):
         apart.fill(0)
         place: Any = (..., *every(block.size[1:], geometry.stride))
         # The conjugate's spectrum, conjugated.
-        np.conjugate(grad.reshape(*axes, *block.size[1:]), out=apart[place])
+        np.conjugate(grad, out=apart[place])
         spectrum = self.tile.spectrum(apart, 3)
         factor = np.conjugate(spectrum, out=spectrum)[:, :, None]
         shape = (*grad.shape[:2], geometry.group_channels, *factor.shape[4:])
@@ -183,11 +184,10 @@ class GradientFft(WeightGradientLoop):
         size = largest_block(
             self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
         )
-        by_pixel = grad.reshape(*grad.shape[:2], *block.size)
         for at, part in block.parts(size):
             columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)
             own: Any = (slice(None), slice(None), *at)
-            run.add_product(by_pixel[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)
+            run.add_product(grad[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)
             is_first = False
 
 

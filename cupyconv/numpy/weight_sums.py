@@ -65,6 +65,9 @@ class WeightGradientLoop(PixelLoop):
 
     #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
+    #: Whether a block's gradient is read along its own axes, (groups, rows, samples, d, h, w), not as matrices: a box need not
+    #: be a run of pixels.
+    reads_boxes: ClassVar[bool] = False
     #: Whether products are what is summed, so that the first may be written where the sums are.
     products_are_summed: ClassVar[bool] = True
 
@@ -174,8 +177,8 @@ class WeightGradientLoop(PixelLoop):
         return grad_is_factor(self.problem)
 
     def is_factor(self, block: BlockSize) -> bool:
-        """Whether products read a block's gradient where it lies: one sample, in the order of the columns."""
-        in_order = is_in_order(self.geometry, block) if self.shares_columns else block[0] == 1
+        """Whether a block's gradient is read where it lies: as matrices one sample, in the order of the columns."""
+        in_order = self.reads_boxes or (is_in_order(self.geometry, block) if self.shares_columns else block[0] == 1)
         return in_order and self.grad_in_place
 
     @property
@@ -294,7 +297,7 @@ class WeightRun:
             self._out[...] = total.reshape(self._out.shape)
 
     def _grad(self, block: Block, part: int) -> np.ndarray:
-        """These outputs of the block's gradient: (groups, rows, pixels)."""
+        """These outputs of the block's gradient: (groups, rows, pixels), or with the axes of a box."""
         geometry = self.geometry
         grad = block.of(self.grads[part]).swapaxes(0, 1)
         if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
@@ -306,7 +309,8 @@ class WeightRun:
             else:
                 copy[...] = grad
             grad = copy
-        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self._rows]
+        pixels = block.size if self.loop.reads_boxes else [block.area]
+        return grad.reshape(geometry.groups, geometry.group_outputs, *pixels)[:, self._rows]
 
     def scratch(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """This thread's memory for products."""
