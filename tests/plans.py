@@ -77,6 +77,7 @@ def columns_launches(plan: Plan) -> list[KernelLaunch]:
 def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
     """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    _check_sums_begin(plan, sizes)
     for transform in (step for step in each_step(plan.steps) if isinstance(step, Transform)):
         _check_transform(transform, sizes)
     for step in (*launches(plan), *gemms(plan)):
@@ -111,6 +112,18 @@ def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
             assert end <= sizes[matrix.at.buffer], f"{matrix} ends at byte {end} of {sizes[matrix.at.buffer]}\n{call}"
     if call.batch > 1:
         assert call.c.stride, f"all products of the batch go to one place\n{call}"
+
+
+def _check_sums_begin(plan: Plan, sizes: dict[str, int]) -> None:
+    """Products are added to what a step before wrote, not to what happened to lie there."""
+    written: set[str] = set()
+    for step in each_step(plan.steps) if any(call.beta for call in gemms(plan)) else ():
+        if isinstance(step, GemmCall):
+            place = step.c.at.buffer
+            assert not step.beta or place in written or place not in sizes, f"nothing wrote {place} before\n{step}"
+            written.add(place)
+        else:
+            written |= {name for name in sizes if f"buffer={name!r}" in repr(step)}
 
 
 def _check_transform(transform: Transform, sizes: dict[str, int]) -> None:

@@ -444,6 +444,12 @@ def test_a_weight_gradient_in_shares(cuda_target, order):
         assert "shares of" in plan.reason
 
 
+def test_shares_that_have_no_room_in_what_others_leave_are_refused():
+    x, grad = array(2, 29, 48, 35), array(2, 35, 44, 31)
+    with cupyconv.options(workspace_limit=38_216), pytest.raises(ValueError, match="do not fit the workspace limit"):
+        cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (5, 5), method="fft", on="sm_90")
+
+
 def test_a_weight_gradient_is_added_in_parts_where_tiles_are_small(cuda_target):
     x, grad = normal(1, 1, 9000), normal(1, 1, 8993)
     problem = checked_call(cupyconv.conv_grad_weight, *on(cuda_target, (grad, x)), (8,), method="fft").problem
