@@ -371,11 +371,16 @@ def is_matrix(image: Operand) -> bool:
     return image.stride_c == 1 and pixel_stride >= channels and reached < BLAS_REACH
 
 
+def weight_is_factor(problem: ConvProblem | TransposedProblem) -> bool:
+    """Whether products read the weight where it lies: in the dtype that they compute in, in C order."""
+    weight = problem.weight
+    return weight.dtype == accumulator(problem.weight_dtype) and weight.strides == c_strides(weight.shape)
+
+
 def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
     """Bytes of copies of the weight: one where it has another dtype or order, and one where parts are taken apart."""
-    weight = problem.weight
-    as_it_lies = weight.dtype == accumulator(problem.weight_dtype) and weight.strides == c_strides(weight.shape)
-    return ((not as_it_lies) + problem.factor_alone_is_complex) * copy_bytes(weight, problem.weight_dtype)
+    copies = (not weight_is_factor(problem)) + problem.factor_alone_is_complex
+    return copies * copy_bytes(problem.weight, problem.weight_dtype)
 
 
 def copy_bytes(weight: Operand, dtype: str) -> int:

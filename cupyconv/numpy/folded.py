@@ -12,7 +12,7 @@ for the image's.  A border is computed beside the image and then added where its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -111,8 +111,8 @@ def _along(image: np.ndarray, axis: int, run: range) -> np.ndarray:
     return image[(slice(None),) * (2 + axis) + (slice(run.start, run.stop),)]
 
 
-def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProblem], Plan]) -> Plan:
-    """The plan of an image and its borders, each by `plan_part`; ValueError where adding products takes less."""
+def plan_folded(problem: TransposedProblem) -> Plan:
+    """The plan of an image and its borders, all gathered; ValueError where adding products takes less."""
     geometry = problem.geometry
     sizes = list(zip(geometry.before, geometry.size, geometry.after))
     padded = prod(map(sum, sizes))
@@ -134,7 +134,7 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
         if problem.method == "winograd":
             part = replace(part, method="auto")  # it is not for strips
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
-        plan = plan_part(replace(part, machine=replace(problem.host, threads=threads)))
+        plan = plan_gathered(replace(part, machine=replace(problem.host, threads=threads)))
         beside = max(beside, 2 * nbytes)
         workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
         steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))

@@ -32,7 +32,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.activations import activate
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels, even_channels
-from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_copy
+from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_is_factor
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import (
     INDEX_ARRAYS,
@@ -181,9 +181,9 @@ class ScatteredLoop(BlockLoop):
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
             # Tap by tap, or pixel by pixel.
-            ways = run, geometry.kernel
-            nbytes += channels * samples * max(added_together(geometry, each) for each in ways) * item
-            nbytes += INDEX_ARRAYS * INDEX_BYTES * max(max(read_through_index(geometry, each)) for each in ways)
+            ways = (run, geometry.stride), (geometry.kernel, geometry.dilation)
+            nbytes += channels * samples * max(added_together(geometry, *way) for way in ways) * item
+            nbytes += INDEX_ARRAYS * INDEX_BYTES * max(max(read_through_index(geometry, way[0])) for way in ways)
         image = channels * samples * prod(geometry.size) * item
         return nbytes + image * ((not self.in_place) + bool(problem.activation))
 
@@ -191,7 +191,7 @@ class ScatteredLoop(BlockLoop):
     def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         loop = cls._fitted(problem)
         sizes = {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace}
-        return [] if loop.blocks == 0 or 0 in problem.geometry.size else [loop], sizes
+        return [loop] if any(out.nbytes for out in problem.outs) else [], sizes
 
     @classmethod
     def _fitted(cls, problem: TransposedProblem) -> Self:
@@ -236,9 +236,10 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def _weight_copy(cls, problem: TransposedProblem) -> int:
-        """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
-        is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
-        return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
+        """Bytes of the weight where it must be copied: another dtype, order or sign."""
+        is_conjugated = problem.conjugate and is_complex(problem.weight_dtype)
+        is_copied = cls.taps_first or is_conjugated or not weight_is_factor(problem)
+        return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else 0
 
     #: Nothing is multiplied by zeros.
     adds_zeros = has_zero_taps = False

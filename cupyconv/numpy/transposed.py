@@ -66,7 +66,7 @@ def _plan_gathered(problem: TransposedProblem) -> Plan:
         return least(problem, plan_interleaved, plan_gathered)
     from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
 
-    return plan_folded(problem, _plan_border)
+    return plan_folded(problem)
 
 
 def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], Plan]) -> Plan:
@@ -79,14 +79,6 @@ def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], P
             if planner is planners[-1] and not plans:
                 raise
     return min(plans, key=lambda plan: seconds_of(plan.steps))
-
-
-def _plan_border(problem: TransposedProblem) -> Plan:
-    """The plan of a border, which is small: gathered where that can be done."""
-    try:
-        return plan_gathered(problem)
-    except NotApplicable:
-        return choose(problem, METHODS)
 
 
 @dataclass(frozen=True)

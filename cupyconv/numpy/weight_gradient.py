@@ -265,7 +265,7 @@ class GradientTaps(WeightGradientLoop):
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
-        return super().product_bytes(problem) // (problem.geometry.taps or 1)
+        return super().product_bytes(problem) // problem.geometry.taps
 
     @property
     def products_work(self) -> float:
@@ -319,8 +319,8 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         """Those of the tiles of the inputs and of the gradient."""
         geometry = self.geometry
         inputs, grads = self._whole
-        read = prod(inputs[0]) * (1 + temporaries(geometry, self.problem.prologue))
-        return in_turn_bytes(inputs) + in_turn_bytes(grads) + read * self.x_dtype.itemsize
+        gathered = prod(inputs[0]) * temporaries(geometry, self.problem.prologue)
+        return in_turn_bytes(inputs) + in_turn_bytes(grads) + gathered * FLOAT32.itemsize
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:

@@ -177,9 +177,14 @@ class WeightGradientLoop(PixelLoop):
         return grad_is_factor(self.problem)
 
     def is_factor(self, block: BlockSize) -> bool:
-        """Whether a block's gradient is read where it lies: as matrices one sample, in the order of the columns."""
-        in_order = self.reads_boxes or (is_in_order(self.geometry, block) if self.shares_columns else block[0] == 1)
-        return in_order and self.grad_in_place
+        """Whether a block's gradient is read where it lies: products read a run of one sample's pixels, in the order of the columns."""
+        if self.reads_boxes:
+            return self.grad_in_place
+        if self.shares_columns:
+            return is_in_order(self.geometry, block) and self.grad_in_place
+        (samples, depth, height, width), (_, rows, row) = block, self.geometry.out_size
+        is_run = (height == rows or depth == 1) and (width == row or depth * height == 1)
+        return samples == 1 and is_run and self.grad_in_place
 
     @property
     def workspace(self) -> int:

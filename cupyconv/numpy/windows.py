@@ -222,19 +222,23 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
     image[(..., *cut)] += values
 
 
-def added_together(windows: Windows, extents: Sequence[int]) -> int:
-    """Elements of what `add` brings together for so many values along each axis, at the most.
+def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int]) -> int:
+    """Elements of what `add` brings together for so many values along each axis, `steps` apart, at the most.
 
     They span what a border stands for; of a corner there are those of the axis before too.
     """
-    pads = list(map(max, windows.before, windows.after))
-    spans = list(map(min, windows.size, pads))
+    sizes, pads = windows.size, [max(0, *ends) for ends in zip(windows.before, windows.after)]
+    values = [min(extent, max(size, pad)) for extent, size, pad in zip(extents, sizes, pads)]
+    # Beyond the image's size a border begins anew.
+    spans = [
+        min(pad, (n - 1) * step + 1) if pad <= size else size for n, step, size, pad in zip(values, steps, sizes, pads)
+    ]
+    has_corners = sum(map(bool, pads)) > 1
     largest = 0
     for axis, span in enumerate(spans):
-        others = [max(own, other) for own, other in zip(extents, spans)]
-        earlier = min(extents[axis], pads[axis]) if sum(map(bool, spans)) > 1 else 0
+        others = list(map(max, values, spans))
         del others[axis]
-        largest = max(largest, (span + earlier) * prod(others))
+        largest = max(largest, (span + min(values[axis], pads[axis]) * has_corners) * prod(others))
     return largest
 
 
