@@ -273,7 +273,7 @@ class WeightRun:
         own = loop.threads - loop.in_place, geometry.groups, loop.rows, geometry.reduction
         self._sums = [self._out.reshape(own[1:])] if loop.in_place else []
         if own[0]:
-            self._sums += loop.memory(loop.sums_dtype).array("sums", own)
+            self._sums.extend(loop.memory(loop.sums_dtype).array("sums", own))
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
