@@ -19,6 +19,7 @@ from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
 from cupyconv.numpy.weight_rows import GradientRows
+from cupyconv.problem import kept
 from cupyconv.problem.problems import NotApplicable
 
 
@@ -420,6 +421,28 @@ def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fres
         kept_scratch(np.dtype("float32"))._give_back()
         assert peak_bytes(call) > 2 * python_objects
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, kernel[2:], stride=stride), "float32")
+
+
+def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh, monkeypatch):
+    """It leaves a part of the budget to others, and takes no more than it says."""
+    only(monkeypatch, weight_gradient.GradientColumns)
+    x = integers(4, 3, 96, 96)
+    grad = cupyconv.conv(x, np.zeros((16, 3, 7, 7), np.float32))
+    out, python_objects = np.empty((16, 3, 7, 7), np.float32), 100_000
+    call = partial(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
+    others = kept.BUDGET - weight_sums.KEPT_BLOCKS
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
+        call()
+        cupyconv.clear_caches()
+        assert kept.reserve(others)
+        try:
+            call()
+            assert kept.spent() < others + python_objects
+            assert 2 * python_objects < peak_bytes(call) <= plan.workspace_bytes + python_objects
+        finally:
+            kept.release(others)
+    assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (7, 7)), "float32")
 
 
 def test_phases_of_an_image_that_is_not_finite_take_no_more():

@@ -30,7 +30,7 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.kept import BUDGET
+from cupyconv.problem.kept import BUDGET, spent
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem
 
@@ -220,9 +220,11 @@ class WeightGradientLoop(PixelLoop):
 def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
     """What a run writes beside the result, so many bytes of all dtypes, so many times: kept from call to call, unless it is much.
 
-    What was written lately is in cache, and a page that the system gives anew takes longer than to fill it.
+    What was written lately is in cache, and a page that the system gives anew takes longer than to fill it.  Gradients of
+    several dtypes and ways would fill the budget: they leave a part of it to others, and keep their memory for one call then.
     """
-    return kept_scratch(dtype) if nbytes <= KEPT_BLOCKS else Scratch(dtype, rounds)
+    is_kept = nbytes <= KEPT_BLOCKS and spent() + nbytes <= BUDGET - KEPT_BLOCKS
+    return kept_scratch(dtype) if is_kept else Scratch(dtype, rounds)
 
 
 def blas_divides(problem: WeightGradientProblem) -> bool:

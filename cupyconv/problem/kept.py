@@ -39,8 +39,10 @@ _caches: list[Cache[Any]] = []
 #: Functions that give back what is kept outside of caches, and what is to be done after them.
 _clearers: list[Callable[[], None]] = []
 _after_clearing: list[Callable[[], None]] = []
-#: Bytes of what is kept, and who may change that; entered again where letting go of one thing lets go of another.
+#: Bytes of what is kept, those of memory among them, and who may change that; entered again where letting go of one thing lets
+#: go of another.
 _spent = 0
+_reserved = 0
 _lock = RLock()
 
 
@@ -150,17 +152,25 @@ def forms_of(array: Any) -> Forms | None:
 
 
 def reserve(nbytes: int) -> bool:
-    """Count memory as kept, where it is within the budget; `release` counts it no more."""
+    """Count memory as kept, where it is within the budget; `release` counts it no more.
+
+    Memory lives as long as its thread.  Caches have room for one large thing beside it: else each call would let go of what
+    was kept of the one before.
+    """
+    global _reserved
     with _lock:
-        if not _make_room(nbytes):
+        if _reserved + nbytes > BUDGET - LARGEST or not _make_room(nbytes):
             return False
+        _reserved += nbytes
         _spend(nbytes)
         return True
 
 
 def release(nbytes: int) -> None:
     """The opposite of `reserve`."""
+    global _reserved
     with _lock:
+        _reserved -= nbytes
         _spend(-nbytes)
 
 
