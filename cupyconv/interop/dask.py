@@ -95,9 +95,9 @@ def conv(
 
     Notes
     -----
-    Sums are those of the call in memory: equal for integers, else up to rounding, because blocks of another size may be
-    computed by another method.  A chunk with less than 64 elements along an axis spends more time on its halo, and on Dask,
-    than it need; a kernel may reach over several chunks.
+    Sums are those of the call in memory up to rounding, because blocks of another size may be computed by another method.
+    A chunk with less than 64 elements along an axis spends more time on its halo, and on Dask, than it need; a kernel may
+    reach over several chunks.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """The decision: what will run, as data.
 
 A `Plan` is a small program over named buffers.  Planning writes it, a backend executes it, `explain` prints it.  On CUDA
-its steps are ints and strings only: kernel launches and matrix products.  On NumPy a step is an object of the backend's,
+its steps are ints and strings only: kernel launches, matrix products and Fourier transforms.  On NumPy a step is an object of the backend's,
 which holds such ints and can run itself.
 """
 
@@ -384,7 +384,7 @@ class Plan:
     device : str
         The processor planned for, in words.
     steps : tuple
-        Launches, GEMM calls and transforms, in order.
+        What runs, in order: launches, GEMM calls and transforms on CUDA, loops on NumPy.
     workspace_bytes : int
         Bytes allocated beyond the result.
     flops, bytes_moved : int
