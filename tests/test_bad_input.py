@@ -196,7 +196,7 @@ def test_methods(target, error, words, method):
 
 
 def test_implicit_gemm_is_not_for_numpy():
-    words = ["method 'implicit_gemm' does not apply", "BLAS reads matrices", "'gemm'"]
+    words = ["method 'implicit_gemm' does not apply: it is CUDA's", "BLAS reads matrices", "'gemm'"]
     arguments = conv_arguments(numpy_target(), dict(method="implicit_gemm"))
     assert_refused(numpy_target(), ValueError, words, cupyconv.conv, **arguments)
 

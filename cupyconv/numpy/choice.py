@@ -39,7 +39,7 @@ LONG_LOOP = 0.5
 
 #: Why a method is a GPU's, or a convolution's only.
 ELSEWHERE = {
-    "implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')",
+    "implicit_gemm": "it is CUDA's: BLAS reads matrices, so on NumPy columns are written, block by block (method 'gemm')",
     "winograd": "it is for what is gathered as a convolution; this is scattered",
 }
 
