@@ -64,6 +64,7 @@ def test_every_thread_has_as_many_pixels(batch, size, threads, most):
 
 @share_of_examples(3)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 500))
+@example(1, 12, 5)
 def test_channels_are_cut_evenly(own, groups, most):
     """Into whole groups, or parts of one; as few as there must be."""
     channels = even_channels(geometry(1, (1, 1, 1), own, groups), most)

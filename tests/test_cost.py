@@ -318,6 +318,14 @@ def test_parts_of_a_product_are_small_and_all_of_it(rows, reduction, columns, is
     assert cost.product_of_few(cost.LEAST_ROWS, reduction, columns, dtype) == 0
 
 
+@pytest.mark.parametrize("price", ["BEGIN", "READ"])
+def test_columns_that_take_longer_to_read_make_no_product_cheaper(price, monkeypatch):
+    sizes = 8, 100, 500, "float32"
+    before = cost.parts_of_product.__wrapped__(*sizes)
+    monkeypatch.setattr(cost, price, 2 * getattr(cost, price))
+    assert cost.parts_of_product.__wrapped__(*sizes).seconds > before.seconds
+
+
 @pytest.mark.parametrize(
     "refused", [(1, 5, 5, "float32"), (4, 0, 5, "float32"), (4, 5, 0, "float32"), (4, 5, 5, "complex64")]
 )

@@ -33,7 +33,7 @@ from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
 from cupyconv.numpy.convolution import ConvLoop
 from cupyconv.numpy.direct import TapByTap
-from cupyconv.numpy.gathered import GatheringStep
+from cupyconv.numpy.gathered import GatheredLoop, GatheringStep
 from cupyconv.numpy.gemm import Columns, View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
@@ -522,6 +522,10 @@ NOT_COUNTED = {
     ),
     "what came back of the outputs before": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
+    ),
+    "the tile that two taps are copied from": ("Columns", cupyconv.conv, (ones(16, 32, 30, 30), ones(2, 32, 1, 2)), {}),
+    "the part of a weight that a product of some taps reads": (
+        "TapByTap", cupyconv.conv, (ones(1, 64, 4, 4), ones(256, 64, 3, 3)), {},
     ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
@@ -1015,6 +1019,7 @@ def test_a_price_is_of_what_there_is_to_do(name, seed):
         plans = [by_way(replace(each, workspace_limit=16 << 20), way) for each in (problem, larger)]
         if None in plans:
             continue
+        assert all(plan and plan.reason for plan in plans)
         loops, more = ([*loops_of(plan)] for plan in plans if plan)
         work = sum(loop.work for loop in loops)
         assert LESS * least < work < MORE * least, (work / least, way)
@@ -1026,6 +1031,59 @@ def test_a_price_is_of_what_there_is_to_do(name, seed):
             assert loop.seconds == pytest.approx(in_turn, rel=0.02) and loop.fresh_work >= 0, loop
             # On threads the first work is one thread's, and the rest no less than its share of all.
             assert loop.shares >= 1 and loop.seconds_on(2) > loop.first_work + (loop.work - loop.first_work) / 2, loop
+
+
+def test_what_one_thread_does_first_is_part_of_the_work():
+    problem: Any = checked_call(cupyconv.conv, array(1, 64, 9, 9), array(64, 64, 3, 3)).problem
+    problem, seen = replace(problem, machine=HostModel(1)), 0
+    for way in ways_for("conv", problem):
+        for loop in loops_of(by_way(problem, way)):  # type: ignore[arg-type]
+            assert loop.seconds == pytest.approx(loop.work + loop.fresh_work + loop.calls * cost.CALL, rel=1e-6)
+            seen += loop.first_work > 0
+    assert seen
+
+
+def test_steps_that_are_chosen_by_no_price_count_as_nothing():
+    assert seconds(cupyconv.explain(cupyconv.max_pool, np.ones((1, 2, 8, 8)), 2)) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_phases_that_taps_reach_are_convolutions_by_the_method_that_was_asked_for(method):
+    grad, weight = array(1, 8, 40, 40), array(8, 8, 6, 6)
+    problem: Any = checked_call(cupyconv.conv_grad_input, grad, weight, (1, 8, 84, 84), stride=2).problem
+    for limit in (1 << 22, 1 << 26):
+        within = replace(problem, method=method, machine=HostModel(1), workspace_limit=limit)
+        plan = transposed.plan_gathered(within)
+        steps = [step for step in plan.steps if isinstance(step, GatheringStep)]
+        assert len(steps) >= 4 and plan.method == method
+        assert all(type(step.convolution) in ways_of(convolution.METHODS[method]) for step in steps)
+
+
+def test_what_is_kept_for_all_phases_keeps_within_the_limit():
+    """With the weight that these are cut from; of small images lone products keep what they read."""
+    call = checked_call(cupyconv.conv_grad_input, array(1, 8, 6, 6), array(8, 8, 6, 6), (1, 8, 16, 16), stride=2)
+    problem: Any = replace(call.problem, machine=HostModel(1))
+    kept = set()
+    for limit in range(40_000, 140_000, 2_000):
+        plan = transposed.plan_gathered(replace(problem, workspace_limit=limit))
+        assert plan.workspace_bytes <= limit
+        kept.add(any(isinstance(step, GatheredLoop) and step.keeps for step in plan.steps))
+    assert kept == {False, True}
+
+
+def test_a_bias_is_rounded_to_the_dtype_of_the_result_first():
+    """As it is where it is added to images of another way."""
+    x, bias = np.full((1, 1, 8, 8), -1, np.float32), np.full(1, 1 + 2.0**-30)
+    assert not cupyconv.conv(x, np.ones((1, 1, 1, 1), np.float32), bias).any()
+
+
+@pytest.mark.parametrize("order, residual, written", [("C", False, True), ("gaps", False, False), ("C", True, False)])
+def test_products_of_a_convolution_are_the_result_where_it_is_a_matrix_and_nothing_is_added(order, residual, written):
+    out = integers(Random(1))(1, 6, 20, 20, dtype="float32", order=order)
+    settings = {"residual": array(1, 6, 20, 20)} if residual else {}
+    call = checked_call(cupyconv.conv, array(1, 8, 20, 20), array(6, 8, 1, 1), out=out, **settings)
+    plan = by_way(replace(call.problem, machine=HostModel(1)), View)  # type: ignore[arg-type]
+    assert plan and (plan.workspace_bytes == 0) == written
 
 
 # --- recurrent layers -----------------------------------------------------------------------------------------
