@@ -235,6 +235,11 @@ def test_parts_on_threads_take_as_long_as_the_longest():
     assert [cost.worth_waking(4, work, 1.0) for work in (0.0, 1.5, 2.5, 9.0)] == [1, 1, 2, 4]
 
 
+@pytest.mark.parametrize("shares, threads", [(0.1, 1), (1.5, 1), (3.5, 3), (50.0, 8)])
+def test_threads_are_woken_for_a_share_each(shares, threads):
+    assert cost.worth_waking(8, shares * cost.SHARE) == cost.worth_waking(8, shares, 1.0) == threads
+
+
 def test_memory_is_dear_where_it_is_more_than_stays():
     assert cost.touched(cost.OWN) == 0 < cost.touched(cost.OWN + 1000) < cost.touched(cost.OWN + 2000) < 1e-6
     assert cost.between(1e6, cost.STAYS) == 0 == cost.between(1e6, 0) < cost.between(1e6, 2 * cost.STAYS)

@@ -37,6 +37,7 @@ from cupyconv.numpy.gathered import GatheredLoop, GatheringStep
 from cupyconv.numpy.gemm import Columns, View
 from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
+from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_sums import WeightGradientLoop, WeightRun
 from cupyconv.numpy.winograd import MEMORY
@@ -523,9 +524,11 @@ NOT_COUNTED = {
     "what came back of the outputs before": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
     ),
-    "the tile that two taps are copied from": ("Columns", cupyconv.conv, (ones(16, 32, 30, 30), ones(2, 32, 1, 2)), {}),
+    "the tile that two taps are copied from": (
+        "Columns", cupyconv.conv, (ones(16, 32, 30, 30), ones(2, 32, 1, 2)), {"padding": 1},
+    ),
     "the part of a weight that a product of some taps reads": (
-        "TapByTap", cupyconv.conv, (ones(1, 64, 4, 4), ones(256, 64, 3, 3)), {},
+        "TapByTap", cupyconv.conv, (ones(1, 64, 16, 16), ones(256, 64, 5, 5)), {},
     ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
@@ -1069,6 +1072,17 @@ def test_what_is_kept_for_all_phases_keeps_within_the_limit():
         assert plan.workspace_bytes <= limit
         kept.add(any(isinstance(step, GatheredLoop) and step.keeps for step in plan.steps))
     assert kept == {False, True}
+
+
+def test_groups_of_a_block_have_their_own_bias_and_place():
+    x, weight, bias = np.ones((1, 256, 9, 9), np.float32), np.ones((256, 1, 3, 3), np.float32), np.arange(256.0)
+    problem: Any = checked_call(cupyconv.conv, x, weight, bias.astype(np.float32), groups=256).problem
+    plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=100_000), ToeplitzRows)
+    out = np.empty((1, 256, 7, 7), np.float32)
+    with BACKEND.current():
+        BACKEND.prepare(plan)({"x": x, "weight": weight, "bias": bias.astype(np.float32), "out": out})
+    assert any(block.outputs.start for loop in loops_of(plan) for block in loop.each_block)
+    assert (out == 9 + bias[:, None, None]).all()
 
 
 def test_a_bias_is_rounded_to_the_dtype_of_the_result_first():
