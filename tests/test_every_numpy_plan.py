@@ -527,8 +527,8 @@ NOT_COUNTED = {
     "the tile that two taps are copied from": (
         "Columns", cupyconv.conv, (ones(16, 32, 30, 30), ones(2, 32, 1, 2)), {"padding": 1},
     ),
-    "the part of a weight that a product of some taps reads": (
-        "TapByTap", cupyconv.conv, (ones(1, 64, 16, 16), ones(256, 64, 5, 5)), {},
+    "the product of some taps": (
+        "GradientTaps", cupyconv.conv_grad_weight, (ones(1, 128, 4, 4), ones(1, 32, 10, 10), (7, 7)), {},
     ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
