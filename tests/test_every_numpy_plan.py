@@ -519,7 +519,7 @@ NOT_COUNTED = {
     ),
     "columns of a block that is not finite": (
         "GradientWinograd", cupyconv.conv_grad_weight,
-        (ones(1, 512, 4, 1000) * np.float32(np.inf), ones(1, 2, 6, 1002), (3, 3)), {},
+        (ones(1, 128, 40, 40) * np.float32(np.inf), ones(1, 16, 42, 42), (3, 3)), {},
     ),
     "what came back of the outputs before": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(8, 360, 14), ones(8, 204, 43), (3,)), {"stride": 3, "groups": 6},
@@ -562,12 +562,12 @@ def test_products_with_both_parts_of_a_complex_weight_count(way, side, small_buf
 
 
 def test_a_gradient_is_read_where_it_lies_where_a_block_is_a_run_of_its_pixels():
-    grad = ones(2, 3, 4, 5, 6)
-    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, ones(2, 2, 6, 7, 8), (3, 3, 3)).problem
+    grad = ones(2, 3, 5, 4, 6)
+    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, ones(2, 2, 7, 6, 8), (3, 3, 3)).problem
     plan = by_way(replace(problem, machine=HostModel(1)), weight_gradient.GradientColumns)
     assert plan
     (loop,) = loops_of(plan)
-    for block in product(*(range(1, extent + 1) for extent in (2, 4, 5, 6))):
+    for block in product(*(range(1, extent + 1) for extent in (2, 5, 4, 6))):
         samples, *pixels = map(slice, block)
         matrix = grad[samples, :, *pixels].swapaxes(0, 1).reshape(3, -1)
         is_run = np.may_share_memory(matrix, grad) and matrix[0].flags.c_contiguous
@@ -578,8 +578,9 @@ def test_a_gradient_is_read_where_it_lies_where_a_block_is_a_run_of_its_pixels()
 WIDE_BORDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "a line": ((1, 2, 4_998), (2, 64, 3), (1, 64, 2_000), {"padding": 1_500}),
     "strides": ((1, 2, 1_666), (2, 64, 3), (1, 64, 2_000), {"padding": 1_500, "stride": 3}),
-    "corners": ((1, 2, 53, 53), (2, 64, 3, 3), (1, 64, 25, 25), {"padding": 15}),
-    "fewer pixels than taps": ((3, 2, 2, 2), (2, 64, 20, 20), (3, 64, 11, 11), {"padding": 5}),
+    "corners": ((1, 2, 59, 59), (2, 128, 3, 3), (1, 128, 21, 21), {"padding": 20}),
+    "fewer pixels than taps": ((1, 2, 2, 2), (2, 128, 20, 20), (1, 128, 11, 11), {"padding": 5}),
+    "samples": ((8, 2, 3), (2, 512, 40), (8, 512, 22), {"padding": 10}),
     "several times around": ((1, 2, 2_498), (2, 128, 3), (1, 128, 500), {"padding": 1_000}),
 }
 
@@ -594,7 +595,7 @@ def test_what_a_wide_border_is_added_to_counts(limit, way, name, small_buffers):
     plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=limit), way)  # type: ignore[type-var]
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(x, np.float32)})
-    assert plan.workspace_bytes * 3 // 4 <= peak <= plan.workspace_bytes + min(objects, 100_000), (peak, plan)
+    assert plan.workspace_bytes * 2 // 3 <= peak <= plan.workspace_bytes + min(objects, 40_000), (peak, plan)
 
 
 @pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_grad_weight])
