@@ -154,7 +154,7 @@ WIDE = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float
 COMPLEX = replace(PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64"))
 #: Prices of so many elements, and what else they are asked with.
 OF_ELEMENTS = {
-    "dot": (PROBLEM,), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
+    "dot": (100.0, PROBLEM), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
     "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8, (1, 3, 3)),
     "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
     "scaled_apart": (PROBLEM,),

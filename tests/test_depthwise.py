@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs, weight_gradient
+from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs, weight_gradient, weight_runs
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
@@ -314,6 +314,7 @@ def test_small_images_of_many_channels_are_scaled(size, stride):
 
 
 @given(
+    way=st.sampled_from((strips.GradientStrips, weight_runs.GradientRuns)),
     call=depthwise_calls(),
     threads=st.integers(1, 2),
     limit=st.sampled_from((None, 60_000)),
@@ -322,7 +323,7 @@ def test_small_images_of_many_channels_are_scaled(size, stride):
     where=st.sampled_from(("x", "grad")),
     seed=st.integers(0, 1 << 16),
 )
-def test_gradients_by_strips_are_exact(call, threads, limit, channels_last, value, where, seed):
+def test_gradients_by_strips_and_by_runs_are_exact(way, call, threads, limit, channels_last, value, where, seed):
     """Also of infinities and NaN: products of elements that no tap brings together are in no sum."""
     x, weight, settings = call
     grad = np.random.default_rng(seed).integers(-4, 5, cupyconv.conv(x, weight, **settings).shape).astype(x.dtype)
@@ -333,7 +334,7 @@ def test_gradients_by_strips_are_exact(call, threads, limit, channels_last, valu
     if channels_last:
         x, grad = (np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1) for array in arrays)
     kernel = weight.shape[2:]
-    whatever_is_estimated = mock.patch.multiple(strips.GradientStrips, seconds=0.0, turn_calls=0)
+    whatever_is_estimated = mock.patch.multiple(way, seconds=0.0, turn_calls=0)
     settings_in_force = cupyconv.options(threads=threads, workspace_limit=limit, allow_fft=False, allow_winograd=False)
     with settings_in_force, whatever_is_estimated:
         result = cupyconv.conv_grad_weight(grad, x, kernel, **settings)
@@ -384,6 +385,71 @@ def test_the_calls_of_strips_are_those_of_each_part_once():
     assert step.calls == step.blocks * (step.turn_calls + parts * strips.STRIP_CALLS)
 
 
+@pytest.fixture
+def runs_only(fresh, monkeypatch):
+    monkeypatch.setattr(weight_gradient, "METHODS", {"direct": Method((weight_runs.GradientRuns,))})
+
+
+@pytest.mark.parametrize("dtypes", ["float32 float32", "float16 float32", "complex64 complex64", "complex64 float32"])
+@pytest.mark.parametrize("shape, kernel, settings", [
+    ((2, 4, 11, 56), (4, 3, 3), dict(padding=1)),
+    ((3, 4, 12, 13), (4, 3, 4), dict(stride=(2, 3), padding=2, dilation=(1, 2))),
+    ((2, 3, 9, 10), (6, 2, 3), dict(stride=(4, 2), padding=1, padding_mode="reflect")),
+    ((1, 3, 7, 6, 5), (3, 2, 3, 2), dict(stride=(1, 2, 1), dilation=(2, 1, 2))),
+    ((2, 4, 20_000), (4, 5), dict(dilation=3, padding=6)),
+], ids=["rows", "phases", "borders", "3-D", "one row of several pieces"])  # fmt: skip
+def test_gradients_by_runs(shape, kernel, settings, dtypes, runs_only, monkeypatch):
+    """In one block, with all channels at a time, and in several, of parts of a run and of few channels."""
+    of_x, of_grad = dtypes.split()
+    random = np.random.default_rng(1)
+    x = random.integers(-4, 5, shape).astype(of_x)
+    y = cupyconv.conv(x, np.ones((kernel[0], 1, *kernel[1:])), groups=shape[1], **settings)
+    grad = random.integers(-4, 5, y.shape).astype(of_grad)
+    expected = reference_gradients.conv_grad_weight(grad, x, kernel[1:], groups=shape[1], **settings)
+    for pixels, piece, limit in ((1 << 17, 16 << 10, None), (40, 100, 1 << 20), (1 << 17, 1000, 40_000)):
+        monkeypatch.setattr(weight_runs, "BLOCK_PIXELS", pixels)
+        monkeypatch.setattr(weight_runs, "PIECE", piece)
+        forget_calls()
+        for threads in (1, 2):
+            with cupyconv.options(threads=threads, workspace_limit=limit):
+                result = cupyconv.conv_grad_weight(grad, x, kernel[1:], groups=shape[1], **settings)
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_an_infinity_between_rows_is_in_no_sum(runs_only):
+    """The last element of a row times the zero behind the gradient's row before: the first tap does not read it."""
+    x, grad = np.ones((1, 2, 6, 9), np.float32), np.ones((1, 2, 6, 9), np.float32)
+    x[0, 1, 2, 8] = np.inf
+    result = cupyconv.conv_grad_weight(grad, x, 3, padding=1, groups=2)
+    sums = np.array([[40, 45, 40], [48, 54, 48], [40, 45, 40]], np.float32)
+    np.testing.assert_array_equal(result[0, 0], sums)
+    sums[:, 1:] = np.inf
+    np.testing.assert_array_equal(result[1, 0], sums)
+
+
+def test_what_is_summed_again_is_not_finite_alone(runs_only):
+    """The other channel's sums keep every bit; of the same channel those that read no NaN are its own."""
+    x, grad = np.random.default_rng(0).standard_normal((2, 1, 2, 64, 64)).astype(np.float32)
+    x[0, 1, 5, 63] = 0
+    finite = cupyconv.conv_grad_weight(grad, x, 3, padding=1, groups=2)
+    x[0, 1, 5, 63] = np.nan
+    spoilt = cupyconv.conv_grad_weight(grad, x, 3, padding=1, groups=2)
+    np.testing.assert_array_equal(spoilt[0], finite[0])
+    assert np.isnan(spoilt[1, 0, :, 1:]).all()
+    np.testing.assert_allclose(spoilt[1, 0, :, 0], finite[1, 0, :, 0], rtol=1e-4)
+
+
+def test_small_kernels_at_stride_1_have_runs():
+    def step(size, kernel, dtype="float32", **settings):
+        x = np.ones((1, 64, *size), dtype)
+        (step,) = cupyconv.explain(cupyconv.conv_grad_weight, x, x, kernel, groups=64, **settings).steps
+        return step
+
+    assert isinstance(step((56, 56), (3, 3), padding=1), weight_runs.GradientRuns)
+    assert isinstance(step((28, 28), (5, 5), padding=2), weight_runs.GradientRuns)
+    assert isinstance(step((56, 56), (7, 7), "complex64", padding=3), weight_runs.GradientRuns)
+
+
 def test_which_gradients_are_by_strips():
     """Not those of rows so short that products with zeros, and calls, take longer."""
 
@@ -393,7 +459,7 @@ def test_which_gradients_are_by_strips():
         (step,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, groups=64, **settings).steps
         return step
 
-    assert isinstance(step((56, 56), (3, 3), padding=1), strips.GradientStrips)
+    assert isinstance(step((56, 56), (7, 7), padding=3), strips.GradientStrips)
     assert isinstance(step((56, 56), (5, 5), padding=2, stride=2), strips.GradientStrips)
     assert not isinstance(step((7, 7), (3, 3), padding=1), strips.GradientStrips)
     assert not isinstance(step((1_000,), (9,)), strips.GradientStrips)

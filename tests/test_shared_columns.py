@@ -30,7 +30,7 @@ LAYERS = {
     "3-D": ((4,), 6, (4, 5, 3), (2, 3, 2), dict(groups=2, padding=1)),
     "3-D, rows": ((4,), 4, (4, 5, 3), (1, 3, 2), dict(groups=4, padding=1)),
 }
-BODIES = {"MEC columns", "MEC rows", "long MEC rows", "scaled taps", "scaled runs", "multiplied taps"}
+BODIES = {"MEC columns", "MEC rows", "long MEC rows", "scaled taps", "scaled runs", "multiplied runs"}
 
 
 @pytest.fixture(autouse=True, params=[64, 5000])

@@ -20,6 +20,7 @@ from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
 from cupyconv.numpy.weight_rows import GradientRows
+from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
 from cupyconv.problem.plan import Buffer, GemmCall
@@ -63,8 +64,8 @@ def explained(grad, x, kernel, limit=None, **arguments):
         ("taps", (3, 3), {"padding": 1, "method": "direct"}),
         ("strips", (3, 3), {"groups": 12}),
         ("strips", (3, 4), {"groups": 12, "padding": 1}),
-        ("multiplied taps", (3, 3), {"groups": 12, "method": "direct"}),
-        ("multiplied taps", (3, 2), {"groups": 12, "stride": 2, "padding": 1, "method": "direct"}),
+        ("multiplied runs", (3, 3), {"groups": 12, "method": "direct"}),
+        ("multiplied runs", (3, 2), {"groups": 12, "stride": 2, "padding": 1, "method": "direct"}),
     ],
 )
 @pytest.mark.parametrize(
@@ -76,9 +77,10 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
         monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
         for way in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
             monkeypatch.setattr(way, "applies", lambda problem: False)
-    if body == "strips":
-        monkeypatch.setattr(GradientStrips, "turn_calls", 0)
-        monkeypatch.setattr(GradientStrips, "seconds", 0.0)
+    for way in (GradientStrips, GradientRuns):
+        if body == way.name:
+            monkeypatch.setattr(way, "turn_calls", 0)
+            monkeypatch.setattr(way, "seconds", 0.0)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(

@@ -31,6 +31,7 @@ from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
+from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, blas_divides, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images, copy, parts_of
 from cupyconv.numpy.winograd import MEMORY, TiledLoop, by_group
@@ -45,7 +46,6 @@ from cupyconv.numpy.winograd_tiles import (
     weight_transform,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
-from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs
 
@@ -101,10 +101,17 @@ class GradientView(WeightGradientLoop):
                 run.add_product(grad, view, sums[:, :, channels], is_first)
 
 
-class _Sharing(WeightGradientLoop):
-    """Columns that taps share, some groups at a time."""
+class GradientMecProducts(WeightGradientLoop):
+    """A product for each tap of the kernel's outermost axis, of columns that these share, some groups at a time."""
 
+    name = "MEC columns"
+    words = "columns that {taps} taps share, and products"
     shares_columns = True
+    products_are_summed = False  # those of a tap lie apart
+
+    @classmethod
+    def applies(cls, problem: WeightGradientProblem) -> bool:
+        return taps_share(problem.geometry, x_item(problem))
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -133,18 +140,6 @@ class _Sharing(WeightGradientLoop):
     def columns_bytes(self) -> int:
         return self.part * mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
-
-class GradientMecProducts(_Sharing):
-    """A product for each tap of the kernel's outermost axis."""
-
-    name = "MEC columns"
-    words = "columns that {taps} taps share, and products"
-    products_are_summed = False  # those of a tap lie apart
-
-    @classmethod
-    def applies(cls, problem: WeightGradientProblem) -> bool:
-        return taps_share(problem.geometry, x_item(problem))
-
     @property
     def products_work(self) -> float:
         taps = self.geometry.kernel[self.geometry.outermost]
@@ -170,41 +165,6 @@ class GradientMecProducts(_Sharing):
                 for t, matrix in zip(range(geometry.taps)[taps], matrices):
                     for (grad, _), sums in zip(pairs, by_tap):
                         run.add_product(grad[groups], matrix, sums[t, groups], is_first)
-
-
-class MultipliedTaps(_Sharing):
-    """Depthwise: what each tap reads, times the gradient, summed: the product of two vectors."""
-
-    name = "multiplied taps"
-    words = "columns that {taps} taps share, multiplied"
-    turn_calls = 22
-    runs_bytes = 0
-
-    @classmethod
-    def applies(cls, problem: WeightGradientProblem) -> bool:
-        return problem.geometry.is_depthwise
-
-    @classmethod
-    def reason(cls, geometry: ConvGeometry) -> str:
-        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element multiplied"
-
-    @property
-    def products_work(self) -> float:
-        products = self.problem.grad.pixels * self.geometry.batch * self.geometry.out_channels * self.geometry.taps
-        return self.mec_work + cost.dot(products, self.problem)
-
-    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
-        outer = self.geometry.kernel[self.geometry.outermost]
-        for groups, columns in mec_columns(images, block, self.part):
-            for taps, views in columns:
-                for grad, sums in pairs:
-                    row, column = grad[groups, :, None, None, None], views[:, None, ..., None]
-                    product = np.matmul(row, column)[..., 0, 0]
-                    place = sums.reshape(*sums.shape[:2], outer, -1)[groups, :, taps]
-                    if is_first:
-                        place[...] = product
-                    else:
-                        place += product
 
 
 class GradientColumns(WeightGradientLoop):
@@ -397,5 +357,5 @@ METHODS = {
     "gemm": Method(
         (GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns, GradientChannels)
     ),
-    "direct": Method((MultipliedTaps, GradientTaps)),
+    "direct": Method((GradientRuns, GradientTaps)),
 }

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -164,6 +164,53 @@ class _EachTap:
         for tap in product(*(range(k) for k in windows.kernel)):
             offsets = [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)]
             yield boxes(windows, self._block, windows.stride, offsets)
+
+
+class Phase(NamedTuple):
+    """Taps that read elements of one rest modulo the stride; what all of them read lies in a tile of its own."""
+
+    taps: tuple[slice, ...]  # of the kernel, along each axis
+    counts: tuple[int, ...]  # how many these are
+    gaps: tuple[int, ...]  # elements of the tile from what a tap reads to what the next one does
+    size: tuple[int, ...]  # of the tile
+    regions: tuple[Region, ...]  # what fills it
+
+
+def phase_reach(windows: Windows) -> tuple[int, ...]:
+    """Elements of a phase's tile beyond those of a block's pixels, along each axis, at the most."""
+    return tuple(
+        (-(-taps // (stride // gcd(stride, gap))) - 1) * (gap // gcd(stride, gap))
+        for taps, stride, gap in zip(windows.kernel, windows.stride, windows.dilation)
+    )
+
+
+def phase_regions(windows: Windows, block: tuple[range, ...]) -> tuple[Phase, ...]:
+    """All phases of a block's windows; kept between calls, as `tap_regions` are."""
+    key = windows, block
+    phases = _PHASES.get(key)
+    if phases is None:
+        phases = tuple(_phases(windows, block))
+        _PHASES.keep(key, phases, at_most=_most_bytes(windows, sum(2 + len(phase.regions) for phase in phases)))
+    return phases
+
+
+_PHASES: Cache[tuple[Phase, ...]] = Cache(KEPT_REGIONS)
+
+
+def _phases(windows: Windows, block: tuple[range, ...]) -> Iterator[Phase]:
+    along = []
+    for taps, stride, gap in zip(windows.kernel, windows.stride, windows.dilation):
+        common = gcd(stride, gap)
+        period = stride // common
+        along.append([(range(first, taps, period), gap // common) for first in range(min(period, taps))])
+    for axes in product(*along):
+        counts = tuple(len(taps) for taps, _ in axes)
+        gaps = tuple(gap for _, gap in axes)
+        outputs = [range(own.start, own.stop + (n - 1) * gap) for own, n, gap in zip(block, counts, gaps)]
+        offsets = [taps.start * d - b for (taps, _), d, b in zip(axes, windows.dilation, windows.before)]
+        regions = boxes(windows, outputs, windows.stride, offsets)
+        own = tuple(slice(taps.start, taps.stop, taps.step) for taps, _ in axes)
+        yield Phase(own, counts, gaps, tuple(map(len, outputs)), regions)
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
@@ -353,6 +400,11 @@ class Block:
     def taps(self) -> Iterable[tuple[Region, ...]]:
         """What each tap reads; kept by `tap_regions`, not with the block."""
         return tap_regions(self.geometry, self._ranges[1:])
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What the taps of each phase of the stride read; kept by `phase_regions`."""
+        return phase_regions(self.geometry, self._ranges[1:])
 
     def tile(self, channels: int) -> Tile:
         """What all taps read of so many channels."""
