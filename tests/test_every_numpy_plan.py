@@ -803,7 +803,8 @@ def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
         if "spectra" in str(refusal.value):  # they say no number
             continue
         needed = int(str(refusal.value).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
-        assert needed > 1 and by_way(replace(problem, workspace_limit=2 * needed), way), way
+        # Not twice: with more room pieces are larger too.
+        assert needed > 1 and by_way(replace(problem, workspace_limit=3 * needed), way), way
         limit, plan = least_limit(problem, way)
         copied = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("weight", 0)
         sums = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("sums", 0)
