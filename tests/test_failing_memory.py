@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from targets import Target, gpu_target, host_device_target, numpy_target
 
 import cupyconv
 from cupyconv import ConvLayer
+from cupyconv.numpy.backend import NumpyBackend
 from tests import fake_gpu
 
 SHAPES = {
@@ -160,3 +163,38 @@ def test_what_fails_is_counted():
                 except MemoryError:
                     found.append(False)
         assert (found, count()) == (alive, 3)
+
+
+def test_what_an_attempt_had_is_let_go_of_before_the_next(monkeypatch):
+    """The next one may need that memory; and what failed for good holds none of it when the error has been dealt with."""
+    prepare, had, seen = NumpyBackend.prepare, [], []
+
+    def prepared(backend, plan):
+        execute = prepare(backend, plan)
+
+        def attempt(arrays):
+            seen.extend(array() for array in had)
+            array = np.empty(10)
+            had.append(weakref.ref(array))
+            if len(had) <= failures:
+                raise MemoryError("no memory")
+            execute(arrays)
+
+        return attempt
+
+    monkeypatch.setattr(NumpyBackend, "prepare", prepared)
+    x, weight = np.ones((1, 8, 40, 40), np.float32), np.ones((8, 8, 3, 3), np.float32)
+    for failures in (1, 100):
+        cupyconv.clear_caches()
+        had.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            cupyconv.conv(x, weight, method="gemm")
+        except MemoryError:
+            assert failures == 100
+        finally:
+            gc.enable()
+        assert len(had) > 1 and all(array() is None for array in had)
+    assert seen and all(array is None for array in seen)
+    cupyconv.clear_caches()

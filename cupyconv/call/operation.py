@@ -397,14 +397,19 @@ class Executable:
             named[name] = self._backend.plain(named[name])
         for name in self._viewed:
             named[name] = self._view(name, named[name])
+        failed: MemoryError | None = None
         try:
             self._execute(named)
-        except MemoryError:
-            if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
-                raise
+        except MemoryError as error:
+            failed = error.with_traceback(None)  # whose frames hold what this attempt had, which the next one may need
         except UnlikeItsModel:
             self._prepare(self._plan_for_what_it_is())
             return self._run(arrays)
+        if failed is not None and not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
+            try:
+                raise failed
+            finally:
+                del failed  # it has this frame, which would have it, and with it all arrays of the call
         for name in self._beside:
             out = returned[self._returned.index(name)] if self._listed else returned
             self._backend.plain(out)[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])

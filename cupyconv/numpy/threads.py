@@ -122,6 +122,10 @@ class _Job(Generic[_Part, _Result]):
         """The results, or the error raised; a worker that is slow to let go of the job keeps nothing of the caller's."""
         results, error = self.results, self.error
         del self._work, self._parts, self.results, self.error
+        if isinstance(error, MemoryError):
+            # The frames that it went through have a worker's arrays, and the next attempt, of smaller blocks, needs their memory.
+            error.__traceback__ = None
+            _let_workers_free()
         if error is not None:
             try:
                 raise error
@@ -212,7 +216,8 @@ class _Worker:
 
     @property
     def is_free(self) -> bool:
-        job = None if self.job is None else self.job()
+        held = self.job  # looked at once: the worker may let go of it meanwhile
+        job = None if held is None else held()
         return job is None or job.is_over
 
     @property
@@ -383,6 +388,12 @@ BLAS = Blas()
 _pool = _Pool()
 
 
+def _let_workers_free() -> None:
+    """Where Python has no global lock: what they have made, and nobody has any more."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        _pool.wake()
+
+
 def _begin_process() -> None:
     """A child of a fork has none of the threads."""
     global _pool
@@ -390,7 +401,6 @@ def _begin_process() -> None:
     BLAS.begin_process()
 
 
-if not getattr(sys, "_is_gil_enabled", lambda: True)():
-    after_clearing(lambda: _pool.wake())
+after_clearing(_let_workers_free)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_process)
