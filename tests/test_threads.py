@@ -303,14 +303,18 @@ def test_arrays_of_a_call_are_let_go():
     assert array() is None
 
 
-def test_arrays_of_a_call_that_failed_are_let_go():
+@pytest.mark.parametrize("whose", ["caller", "worker"])
+def test_arrays_of_a_call_that_failed_are_let_go(whose):
     """At once: the next attempt, of smaller blocks, needs their memory."""
 
     def call() -> weakref.ref:
-        array = np.ones(10)
+        array, caller, failed = np.ones(10), threading.current_thread(), threading.Event()
 
         def fail(part: int) -> None:
-            raise MemoryError(array[part])
+            if (threading.current_thread() is caller) == (whose == "caller"):
+                failed.set()
+                raise MemoryError(array[part])
+            failed.wait(10)
 
         try:
             in_threads(4, fail, range(8))

@@ -21,6 +21,7 @@ from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import Context
+from copy import copy
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -123,8 +124,9 @@ class _Job(Generic[_Part, _Result]):
         results, error = self.results, self.error
         del self._work, self._parts, self.results, self.error
         if isinstance(error, MemoryError):
-            # The frames that it went through have a worker's arrays, and the next attempt, of smaller blocks, needs their memory.
-            error.__traceback__ = None
+            # A copy, of this thread: the frames that it went through have a worker's arrays, and the next attempt, of
+            # smaller blocks, needs their memory.
+            error = copy(error)
             _let_workers_free()
         if error is not None:
             try:
