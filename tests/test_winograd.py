@@ -28,6 +28,7 @@ CASES = {
     "5 x 2 dilation": ((1, 3, 17, 20), (4, 3, 5, 2), dict(dilation=(2, 3), padding=3)),
     "1-D of 4": ((2, 5, 37), (7, 5, 4), dict(padding=((2, 0),))),
     "5 x 1 x 4": ((1, 3, 6, 5, 17), (4, 3, 5, 1, 4), dict(padding=2)),
+    "3 x 3 x 1": ((2, 3, 8, 9, 7), (4, 3, 3, 3, 1), dict(padding=1)),
     "2 x 3 x 4": ((1, 3, 6, 5, 7), (4, 3, 2, 3, 4), {}),
     "groups": ((2, 6, 9, 8), (8, 3, 3, 3), dict(groups=2, padding=1)),
     "depthwise": ((2, 4, 9, 8), (4, 1, 3, 3), dict(groups=4, padding=1)),
@@ -119,6 +120,8 @@ def test_the_matrices_are_an_identity(count):
     np.testing.assert_allclose(outputs @ ((taps @ w) * (inputs @ x)), expected, atol=1e-13)
     for matrix in (inputs, taps):
         np.testing.assert_allclose(abs(matrix).sum(1), 1, rtol=1e-15)
+    # So a product's rounding grows by A' alone: by less than with another point, where the taps are few.
+    assert abs(outputs).sum(1).max() < 6 * count + 7.5
 
 
 SPREAD = {
@@ -308,6 +311,23 @@ def test_it_takes_what_explain_says(threads, limit):
     assert grad_peak <= grad_plan.workspace_bytes + weight.nbytes + python_objects
     for made in (plan, grad_plan):
         assert limit is None or made.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("x, weight, settings", [
+    ((1, 64, 60, 60), (64, 64, 3, 3), dict(padding=3, padding_mode="edge")),  # borders are gathered
+    ((1, 64, 60, 60), (64, 64, 3, 3), dict(padding=1, activation="gelu")),  # a temporary
+    ((1, 256, 14, 14), (256, 256, 3, 3), dict(padding=1)),  # the weight in parts
+    ((1, 64, 4000), (8, 64, 3), {}),  # columns of a NaN in the smaller of two buffers
+])  # fmt: skip
+def test_each_part_of_its_memory_counts(x, weight, settings):
+    x, weight = normal(*x), normal(*weight)
+    x[(0, 0, *(extent // 2 for extent in x.shape[2:]))] = np.nan if not settings else 1
+    with cupyconv.options(threads=1):
+        out = cupyconv.conv(x, weight, **settings)
+        plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="winograd", **settings)
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="winograd", **settings))
+    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take
 
 
 def test_a_weight_too_large_for_the_limit_leaves_it_to_columns():
