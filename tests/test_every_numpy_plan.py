@@ -530,6 +530,10 @@ NOT_COUNTED = {
     "the product of some taps": (
         "GradientTaps", cupyconv.conv_grad_weight, (ones(1, 128, 4, 4), ones(1, 32, 10, 10), (7, 7)), {},
     ),
+    "both parts of a gradient, zeros between their rows": (
+        "GradientRuns", cupyconv.conv_grad_weight,
+        (ones(1, 64, 40, 40, dtype="complex64"), ones(1, 16, 42, 42), (3, 3)), {"groups": 16},
+    ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
     ),

@@ -95,11 +95,12 @@ class GradientRuns(WeightGradientLoop):
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group's tile, of what fills borders, of its gradient, and of products of pieces."""
+        """Bytes of a group's tile, of what fills borders, of its gradient or both parts of it, and of products of pieces."""
         geometry, tile = self.geometry, prod(self._extent)
         outputs = self.rows or geometry.group_outputs
         pieces = 2 + tile // self._piece(tile)
-        copies = 1 + temporaries(geometry, self.problem.prologue) + outputs
+        grads = outputs * (1 + self.problem.factor_alone_is_complex)
+        copies = 1 + temporaries(geometry, self.problem.prologue) + grads
         return (copies * tile + (pieces + 1) * outputs * geometry.taps) * self._dtype.itemsize
 
     def _piece(self, run: int) -> int:
