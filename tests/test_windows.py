@@ -23,6 +23,8 @@ from cupyconv.numpy.windows import (
     Images,
     add,
     copy,
+    phase_reach,
+    phase_regions,
     read,
     tap_regions,
     tile_regions,
@@ -168,6 +170,30 @@ def test_columns_and_tiles_are_of_the_padded_image(few_zeros, seed):
 
 @share_of_examples(1)
 @given(st.integers(0, 10**9))
+def test_phases_are_of_taps_that_read_elements_of_one_rest(seed):
+    """Each tap is of one phase, whose tile has what it reads as a box; phases are no more than there are rests."""
+    random = Random(seed)
+    case = any_case(random)
+    geometry, blocks = case.geometry, [*case.blocks]
+    block = random.choice(blocks)
+    of_windows, phases, found = case.windows(block)[:1], phase_regions(geometry, block._ranges[1:]), []
+    for phase in phases:
+        tile = np.full((1, block.size[0], *phase.size), np.nan, np.float32)
+        case.images.some(slice(0, 1)).read(phase.regions, block, tile)
+        assert not np.isnan(tile).any()
+        for tap in np.ndindex(*phase.counts):
+            found.append(tuple(range(9)[own][t] for own, t in zip(phase.taps, tap)))
+            at: Any = tuple(slice(t * gap, t * gap + n) for t, gap, n in zip(tap, phase.gaps, block.size[1:]))
+            np.testing.assert_array_equal(tile[(..., *at)], of_windows[(slice(None), *found[-1])])
+    axes = list(zip(geometry.kernel, geometry.dilation, geometry.stride))
+    assert sorted(found) == list(np.ndindex(*geometry.kernel))
+    assert len(phases) == prod(len({t * gap % stride for t in range(taps)}) for taps, gap, stride in axes)
+    reach = [max(phase.size[axis] for phase in phases) - block.size[1 + axis] for axis in range(3)]
+    assert reach == list(phase_reach(geometry))
+
+
+@share_of_examples(1)
+@given(st.integers(0, 10**9))
 def test_blocks_are_those_parts_of_the_result(seed):
     random = Random(seed)
     case = any_case(random)
@@ -302,7 +328,7 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
 def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode, kernel):
     """Slices, of which a bound is known, and index arrays, which are counted."""
     counted = []
-    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS):
+    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES):
         cache.clear()
         monkeypatch.setattr(cache, "keep", lambda key, value, at_most=None: counted.append((key, value, at_most)))
     geometry = ConvGeometry(
@@ -310,8 +336,8 @@ def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode,
         dilation=(1, 1, 1), padding_mode=mode, rank=3, out_channels=1, groups=1,
     )  # fmt: skip
     block = tuple(map(range, geometry.out_size))
-    tap_regions(geometry, block), tile_regions(geometry, block)
-    assert len(counted) == 2
+    tap_regions(geometry, block), tile_regions(geometry, block), phase_regions(geometry, block)
+    assert len(counted) == 3
     for key, value, at_most in counted:
         held = held_bytes((key, value), ())
         assert at_most is None if mode == "wrap" else held <= at_most <= 8 * held
