@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import prod
 from random import Random
@@ -11,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from peak_memory import peak_bytes
 from strategies import PADDING_MODES, share_of_examples
 
 from cupyconv.numpy import windows
@@ -22,6 +24,7 @@ from cupyconv.numpy.windows import (
     Blocks,
     Images,
     add,
+    added_together,
     copy,
     phase_reach,
     phase_regions,
@@ -252,6 +255,28 @@ def test_to_add_is_the_adjoint_of_reading(seed):
                 image = np.zeros_like(x)
                 add(image, elements, values)
                 assert (image * x).sum() == (values * read(x, elements)).sum()
+
+
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
+    """At corners of three wide borders too, where what is brought together along one axis is again along the next."""
+    random, one = Random(seed), (1, 1, 1)
+    mode = random.choice([mode for mode in PADDING_MODES if mode != "constant"])
+    size, steps = (tuple(random.choice(of) for _ in range(3)) for of in ((1, 2, 5, 9, 20), (1, 1, 2, 4)))
+    most = {"reflect": -1, "symmetric": 0}.get(mode, 99)
+    before, after = (tuple(min(random.choice((0, 3, 8, 25)), extent + most) for extent in size) for _ in range(2))
+    geometry = ConvGeometry(
+        batch=1, channels=(64,), size=size, kernel=one, stride=steps, before=before, after=after, dilation=one,
+        padding_mode=mode, rank=3, out_channels=1, groups=1,
+    )  # fmt: skip
+    assume(prod(geometry.out_size) < 10_000)
+    image, values = (np.ones((64, *extents), np.float32) for extents in (size, geometry.out_size))
+    most_bytes, python_objects = values[:, 0, 0, 0].nbytes * added_together(geometry, geometry.out_size, steps), 5_000
+    (regions,) = tap_regions(geometry, tuple(map(range, geometry.out_size)))
+    for at, elements in regions:
+        own: Any = (..., *at)
+        assert peak_bytes(partial(add, image, elements, values[own])) <= most_bytes + python_objects
 
 
 @pytest.mark.parametrize("side", [32, 16, 31])

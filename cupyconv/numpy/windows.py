@@ -257,16 +257,18 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
         return
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     for axis, element in enumerate(elements, start=values.ndim - 3):
-        if isinstance(element, slice):
-            continue
-        # Several values may belong to one element: they are brought together along this axis first.
-        shape = (*values.shape[:axis], int(element.max() - element.min()) + 1, *values.shape[axis + 1 :])
-        together = np.zeros(shape, values.dtype)
-        gathered, spread = np.moveaxis(values, axis, 0), np.moveaxis(together, axis, 0)
-        for one, index in zip(gathered, element - element.min()):
-            spread[index] += one
-        values = together
+        if not isinstance(element, slice):
+            values = _together(values, axis, element - element.min())
     image[(..., *cut)] += values
+
+
+def _together(values: np.ndarray, axis: int, elements: np.ndarray) -> np.ndarray:
+    """Values of which several may belong to one element, brought together along this axis; a function lets go of all else."""
+    together = np.zeros((*values.shape[:axis], int(elements.max()) + 1, *values.shape[axis + 1 :]), values.dtype)
+    gathered, spread = np.moveaxis(values, axis, 0), np.moveaxis(together, axis, 0)
+    for one, index in zip(gathered, elements):
+        spread[index] += one
+    return together
 
 
 def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int]) -> int:
