@@ -39,6 +39,7 @@ from cupyconv.numpy.recurrent import RecurrentStep
 from cupyconv.numpy.scattered import ScatteredLoop
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.weight_channels import GradientChannels
+from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import WeightGradientLoop, WeightRun
 from cupyconv.numpy.winograd import MEMORY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -534,6 +535,14 @@ NOT_COUNTED = {
         "GradientRuns", cupyconv.conv_grad_weight,
         (ones(1, 64, 40, 40, dtype="complex64"), ones(1, 16, 42, 42), (3, 3)), {"groups": 16},
     ),
+    "products of pieces of a run, and of pixels alone": (
+        "GradientRuns", cupyconv.conv_grad_weight,
+        (ones(1, 32, 40, 40) * np.float32(np.inf), ones(1, 16, 100, 100), (61, 61)), {"groups": 16},
+    ),
+    "what a wide border of runs is gathered to": (
+        "GradientRuns", cupyconv.conv_grad_weight, (ones(1, 16, 138, 138), ones(1, 16, 50, 50), (3, 3)),
+        {"groups": 16, "padding": 45, "padding_mode": "wrap"},
+    ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
     ),
@@ -755,6 +764,15 @@ def test_the_least_limit_is_what_the_smallest_block_takes(way, threads, mode):
             continue
         limit, plan = least_limit(replace(call.problem, machine=HostModel(threads)), way)
         assert limit - 2 * Plan.ALIGNMENT <= plan.workspace_bytes <= limit
+
+
+def test_runs_are_of_as_few_groups_as_there_is_room_for():
+    limits = []
+    for groups in (1, 64):
+        grad, x = array(1, groups, 40, 2000), array(1, groups, 42, 2002)
+        problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3), groups=groups).problem
+        limits.append(least_limit(replace(problem, machine=HostModel(1)), GradientRuns)[0])
+    assert limits[1] < 4 * limits[0]
 
 
 @pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels])
