@@ -23,7 +23,7 @@ from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
-from cupyconv.problem.plan import Buffer, GemmCall
+from cupyconv.problem.plan import Buffer, GemmCall, Plan
 
 
 def by_definition(grad, x, kernel, *, padding=0, stride=1, groups=1):
@@ -260,7 +260,7 @@ def test_a_lone_part_of_two_planes_is_not_the_result(cuda_target, dtypes):
 
 def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
     """Within any limit, by every cut."""
-    grad, x = (np.broadcast_to(np.float32(0), (140_000, channels, 6)) for channels in (8, 5))
+    grad, x = (np.broadcast_to(np.float32(0), (2 * 65_536, channels, 6)) for channels in (8, 5))
     for way in weight_gradient_cuda.CUTS:
         monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
         forget_calls()
@@ -268,6 +268,29 @@ def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
         check(plan, 1 << 40)
         assert sum(step.flops for step in each_step(plan.steps)) == plan.flops
         assert ("3 chunks" in plan.reason) == (not way[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("way", weight_gradient_cuda.CUTS)
+def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fresh, monkeypatch):
+    """Under ever less; what a plan takes is room enough for it, but for alignment, where the sum has no more parts then."""
+    monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
+    for batch, out in product((1, 5), (None, np.empty((5, 8, 3, 3), dtype).swapaxes(0, 1))):
+        grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
+
+        def taken(limit, grad=grad, x=x, out=out):
+            try:
+                plan = explained(grad, x, 3, limit=limit, padding=1, method="gemm", out=out, on="sm_90")
+            except ValueError:
+                return None
+            assert plan.workspace_bytes <= limit
+            return plan.workspace_bytes
+
+        limit, sizes = 1 << 30, 0
+        while size := taken(limit):
+            assert way != (False, 1) or size == taken(size + 2 * Plan.ALIGNMENT)
+            limit, sizes = size - 1, sizes + 1
+        assert sizes > 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
