@@ -331,6 +331,13 @@ def like(result: Any) -> Any:
     return [like(one) for one in result] if isinstance(result, (list, tuple)) else np.full_like(result, 77)
 
 
+def integers_like(random: Random, result: Any) -> Any:
+    """A gradient for a result."""
+    if isinstance(result, (list, tuple)):
+        return [integers_like(random, one) for one in result]
+    return numbers(random, *result.shape, dtype=result.dtype)
+
+
 def parameters_of(name: str) -> list[str]:
     return list(inspect.signature(getattr(cupyconv, name)).parameters)
 
@@ -360,12 +367,32 @@ def of_cell(cell: str) -> Callable[..., Any]:
     return sequence
 
 
+def of_step(cell: str) -> Callable[..., Any]:
+    def step(x: np.ndarray, h: np.ndarray, c: np.ndarray | None = None, **arguments: Any) -> Any:
+        if "activation" in arguments:
+            activation = arguments.pop("activation")
+            arguments["activations"] = (None if activation in ([None], (None,)) else activation,)
+        states = {"h0": h[None]} | ({} if c is None else {"c0": c[None]})
+        result = reference_recurrent.recurrent(cell, x[None], **states, **arguments)
+        return result.h[0] if c is None else (result.h[0], result.c[0])
+
+    return step
+
+
 REFERENCES: dict[str, Callable[..., Any]] = {
     "col2im": reference.col2im, "conv": reference.conv, "conv_chain": chained, "fold_batchnorm": reference.fold_batchnorm,
     "conv_grad_input": reference_gradients.conv_grad_input, "conv_grad_weight": reference_gradients.conv_grad_weight,
     "conv_transpose": reference_gradients.conv_transpose, "im2col": reference.im2col, "linmerge": reference.linmerge,
     "max_pool": reference_gradients.max_pool, "avg_pool": reference_gradients.avg_pool, "onnx_padding": reference.onnx_padding,
     "rnn": of_cell("rnn"), "lstm": of_cell("lstm"), "gru": of_cell("gru"),
+    "rnn_step": of_step("rnn"), "lstm_step": of_step("lstm"), "gru_step": of_step("gru"),
+}  # fmt: skip
+
+
+GRADIENTS: dict[str, Callable[..., Any]] = {
+    "conv": reference_gradients.conv_gradients, "linmerge": reference_gradients.linmerge_gradients,
+    "conv_transpose": reference_gradients.conv_transpose_gradients,
+    "max_pool": reference_gradients.max_pool_gradients, "avg_pool": reference_gradients.avg_pool_gradients,
 }  # fmt: skip
 
 
@@ -392,6 +419,11 @@ def expected_of(name: str, arguments: Arguments) -> Any:
     """What the reference computes; None where it has no such thing."""
     if name not in REFERENCES or arguments.get("prologue") is not None:
         return None
+    with np.errstate(all="ignore"):
+        return REFERENCES[name](**as_the_reference_takes_them(arguments))
+
+
+def as_the_reference_takes_them(arguments: Arguments) -> Arguments:
     known = {key: plain(value) for key, value in arguments.items() if key not in HOW | {"prologue"}}
     if isinstance(known.get("spatial_shape"), int):
         rank = len(known["kernel_shape"]) if isinstance(known["kernel_shape"], (tuple, list)) else 1
@@ -400,8 +432,7 @@ def expected_of(name: str, arguments: Arguments) -> Any:
         known["output_shape"] = (known["output_shape"],) * (known["weight"].ndim - 2)
     if isinstance(known.get("kernel_shape"), int):
         known["kernel_shape"] = (known["kernel_shape"],) * rank_of(known)
-    with np.errstate(all="ignore"):
-        return REFERENCES[name](**known)
+    return known
 
 
 def assert_as_expected(actual: Any, expected: Any) -> None:
@@ -447,6 +478,20 @@ def test_every_parameter_of_every_function_is_tried():
     assert {parameter for name in FUNCTIONS for parameter in parameters_of(name)} <= known
 
 
+#: Settings under which a call computes the same, or needs more room.
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "workspace_limit": (None, None, 0, 500, 5000, 100_000),
+    "threads": (None, 1, 2, 3),
+    "allow_winograd": (True, False),
+    "allow_fft": (True, False),
+}
+
+
+def any_settings(random: Random) -> Arguments:
+    """Half of the time those of a new user."""
+    return {name: random.choice(values) for name, values in SETTINGS.items()} if random.random() < 0.5 else {}
+
+
 def run(name: str, arguments: Arguments) -> Any:
     function = getattr(cupyconv, name)
     result = function(**arguments)
@@ -471,15 +516,16 @@ def refused(name: str, call: Callable[[], Any]) -> str | None:
 @share_of_examples(0.2)
 @given(st.randoms(use_true_random=False))
 def test_any_call(name, random):
-    """Equal to the reference, or refused with the name of an argument; `explain` explains or refuses the same."""
-    arguments = any_call(random, name)
+    """Equal to the reference under any settings, or refused with the name of an argument; `explain` explains or refuses the same."""
+    arguments, settings = any_call(random, name), any_settings(random)
     before, inputs = held(arguments), {key: value for key, value in arguments.items() if key != "out"}
     inputs_before, results = held(inputs), []
-    refusal = refused(name, lambda: results.append(run(name, arguments)))
-    assert held(inputs) == inputs_before, "an argument has changed"
-    if name in {function.__name__ for function in _OPERATIONS}:
-        explained = refused(name, lambda: cupyconv.explain(getattr(cupyconv, name), **arguments))
-        assert (explained is None) == (refusal is None), (explained, refusal)
+    with cupyconv.options(**settings):
+        refusal = refused(name, lambda: results.append(run(name, arguments)))
+        assert held(inputs) == inputs_before, "an argument has changed"
+        if name in {function.__name__ for function in _OPERATIONS}:
+            explained = refused(name, lambda: cupyconv.explain(getattr(cupyconv, name), **arguments))
+            assert (explained is None) == (refusal is None), (explained, refusal)
     if refusal is not None:
         assert held(arguments) == before, "a refused call has written something"
         return
@@ -494,7 +540,7 @@ def test_any_call(name, random):
 @share_of_examples(0.2)
 @given(st.randoms(use_true_random=False))
 def test_any_gradient(name, random):
-    """`vjp` computes what the function does, or is refused; gradients look like their arguments."""
+    """`vjp` computes what the function does, or is refused; gradients are the reference's, and look like their arguments."""
     arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
     before, results = held(arguments), []
     function = getattr(cupyconv, name)
@@ -504,7 +550,14 @@ def test_any_gradient(name, random):
     (value, pullback), forward = results[0], run(name, arguments)
     y = value[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else value
     assert_as_expected(y, forward)
-    gradients = pullback(like(y))
+    grad = integers_like(random, y)
+    gradients = pullback(grad)
+    if name in GRADIENTS and arguments.get("prologue") is None:
+        with np.errstate(all="ignore"):
+            expected = GRADIENTS[name](grad, **as_the_reference_takes_them(arguments))
+        for field, wanted in expected._asdict().items():
+            if wanted is not None and getattr(gradients, field, None) is not None:
+                assert_as_expected(getattr(gradients, field), wanted)
     for field, gradient in gradients._asdict().items():
         argument = arguments.get("xs" if (name, field) == ("linmerge", "x") else field)
         if gradient is None or argument is None:
