@@ -361,6 +361,14 @@ def test_index_arrays_of_borders_are_within_the_limit(mode):
     assert peak <= limit + kept.spent() + 200_000
 
 
+def test_index_arrays_of_a_wide_border_are_kept_within_the_budget():
+    """Dozens of megabytes, as the page says, of a call whose limit is 1 MiB."""
+    grad, w = np.ones((1, 1, 2 * 10**6 + 98), np.float32), np.ones((1, 1, 3), np.float32)
+    with cupyconv.options(workspace_limit=1 << 20):
+        cupyconv.conv_grad_input(grad, w, (1, 1, 100), padding=10**6, padding_mode="wrap")
+    assert 12 << 20 < kept.spent() <= kept.BUDGET
+
+
 def test_show_config_says_what_is_kept(capsys):
     cupyconv.show_config()
     assert "of at most 64 MiB" in capsys.readouterr().out
