@@ -463,3 +463,19 @@ def test_which_gradients_are_by_strips():
     assert isinstance(step((56, 56), (5, 5), padding=2, stride=2), strips.GradientStrips)
     assert not isinstance(step((7, 7), (3, 3), padding=1), strips.GradientStrips)
     assert not isinstance(step((1_000,), (9,)), strips.GradientStrips)
+
+
+@pytest.mark.parametrize("size, kernel, dilation", [((3000, 3000), (3, 3), 1000), ((1 << 22,), (2,), 1 << 21)])
+def test_taps_as_far_apart_as_the_image_is_large_keep_within_the_default_limit(size, kernel, dilation):
+    """It was refused: the smallest block's windows span all of an image that passes the limit."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-2, 3, (1, 2, *size)).astype(np.float32)
+    w = rng.integers(-2, 3, (2, 1, *kernel)).astype(np.float32)
+    assert x[0, 0].nbytes >= 16 << 20
+    near = tuple(extent - dilation * (taps - 1) for extent, taps in zip(size, kernel))
+    expected = np.zeros((1, 2, *near), np.float32)
+    for tap in np.ndindex(kernel):
+        shifted = tuple(slice(dilation * at, dilation * at + extent) for at, extent in zip(tap, near))
+        expected += x[(..., *shifted)] * w[(slice(None), 0, *tap)].reshape(2, *[1] * len(size))
+    assert cupyconv.explain(cupyconv.conv, x, w, groups=2, dilation=dilation).workspace_bytes <= 16 << 20
+    np.testing.assert_array_equal(cupyconv.conv(x, w, groups=2, dilation=dilation), expected)
