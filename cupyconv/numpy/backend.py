@@ -39,8 +39,9 @@ _WORTH_SHARING_STEPS = 2e-3
 MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
-#: Buffers of a context or a thread, and blocks' views of these, that are kept at the most.
-_KEPT_VIEWS = 32
+#: Buffers of a context or a thread, and blocks' views of these, that are kept at the most: some kilobytes each, of more layers
+#: than most networks have.
+_KEPT_VIEWS = 128
 #: Calls of a turn of a loop over small blocks whose calls are not counted.
 TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")

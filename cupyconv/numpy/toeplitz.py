@@ -81,9 +81,14 @@ class ToeplitzLoop(ConvLoop):
         return 6.0
 
     @classmethod
+    def share(cls) -> float:
+        """Seconds of work for which another thread is worth waking."""
+        return cost.TOEPLITZ_SHARE
+
+    @classmethod
     def workers(cls, problem: ConvProblem) -> int:
         """Threads that have enough to do."""
-        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), cost.TOEPLITZ_SHARE)
+        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), cls.share())
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:

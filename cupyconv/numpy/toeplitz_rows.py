@@ -18,8 +18,8 @@ Of a three-dimensional kernel the taps along the axis beside have products of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, cached_property
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property, partial
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -38,12 +38,16 @@ from cupyconv.problem.problems import ConvProblem
 MOST_ROWS = 32
 #: Bytes of products that are added up while in cache; of fewer, calls are so short that threads wait for each other between them.
 ROWS_BLOCK = 4 * MEMORY_BLOCK
+#: Seconds of work for which another thread is worth waking: calls are few, and of views that are there already.
+SHARE = 250e-6
 #: Elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
 #: Fewest pixels beside each other that are worth a product of their own.
 LEAST_WIDTH = 64
 #: Seconds to begin a product, and a run of sums; of an element that is added up, of one of a matrix, and of a zero.
 BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 8e-9, 150e-12, 300e-12, 2.2e-9
+#: The memory that some groups of a block write; the last two only where products are added up, and not where the result lies.
+BUFFERS = ("kernels", "matrices", "products", "sums")
 
 
 class Read(NamedTuple):
@@ -53,6 +57,35 @@ class Read(NamedTuple):
     matrix: tuple[Any, ...] = ()
     first: tuple[int, ...] = ()  # pixel of the image
     shape: tuple[int, ...] = ()
+    rows: tuple[Any, ...] = ()  # the same as an index, where it is one product: products beside each other share rows
+
+
+class Turn(NamedTuple):
+    """Views of the memory that so many groups write whose products are in cache together."""
+
+    products: Sequence[np.ndarray] = ()  # of each read; none where they are the result
+    borders: Sequence[np.ndarray] = ()  # what becomes zeros, so that runs may pass from one row to the next
+    runs: Sequence[np.ndarray] = ()  # what is added up, in pieces
+    in_runs: Sequence[np.ndarray] = ()  # their sums; none where they are written where the result lies
+    sums: np.ndarray | None = None  # of these what is copied to the result
+
+
+class Steps(NamedTuple):
+    """What calls share, made once: Python takes as long to make a dozen views as BLAS for a hundred products.
+
+    And while one thread makes views no other can begin its next product.  The memory itself is shared with all that runs.
+    """
+
+    kernels: np.ndarray  # (c, taps beside, taps of the width, outputs of each, taps)
+    lines: np.ndarray  # the same as a matrix of taps
+    matrices: np.ndarray
+    by_read: Sequence[np.ndarray]  # of these what each read is multiplied with
+    reads: Sequence[Read]
+    ones: np.ndarray
+    zeros: Sequence[np.ndarray]  # what products do not write
+    turns: dict[int, Turn]  # by the number of groups
+    pieces: Sequence[tuple[int, slice]]  # of which run of the result, and what of it
+    not_read: Sequence[tuple[Any, ...]] = ()  # where the result is zero
 
 
 class ToeplitzRows(ToeplitzLoop):
@@ -77,7 +110,11 @@ class ToeplitzRows(ToeplitzLoop):
 
     @property
     def _calls(self) -> float:
-        return 16.0  # views of the memory of products, beside the products themselves
+        return 8.0  # views of the arrays of a call, beside the products themselves
+
+    @classmethod
+    def share(cls) -> float:
+        return SHARE
 
     @classmethod
     def rough_seconds(cls, problem: ConvProblem) -> float:
@@ -235,18 +272,6 @@ class ToeplitzRows(ToeplitzLoop):
             taps, -1
         )
 
-    def _matrices(self, scratch: Scratch, kernels: np.ndarray) -> np.ndarray:
-        """(c, taps beside, taps of the width x outputs of each x rows, elements)."""
-        taps, beside, width = self.taps
-        order = (0, 2, 4, 1, 3) if self.axis == 1 else (0, 3, 4, 1, 2)
-        by_tap = kernels.transpose(order)
-        lines = scratch.array("kernels", by_tap.shape, self.factor_dtype)
-        lines[...] = by_tap
-        c, rows = len(kernels), width * self.geometry.group_outputs
-        matrices = scratch.array("matrices", (c * beside * rows, self.rows * self.tall), self.factor_dtype)
-        np.matmul(lines.reshape(-1, taps), self._diagonals, out=matrices)
-        return matrices.reshape(c, beside, rows * self.rows, self.tall)
-
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
 
@@ -256,94 +281,125 @@ class ToeplitzRows(ToeplitzLoop):
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
         scratch, geometry = images.scratch, self.geometry
         if self.is_in_place:
-            image, before = block.read_in_place(images.inputs[0][0])
-            image = image.swapaxes(0, 1)
+            tile, before = block.read_in_place(images.inputs[0][0])
+            tile = tile.swapaxes(0, 1)
         else:
-            image, before = scratch.array("tile", tile_shape(geometry, self.several, block.size)), (0, 0, 0)
-            image = image.reshape(self.several, *tile_shape(geometry, 1, block.size)[1:])
-        tile = image
+            tile, before = scratch.array("tile", tile_shape(geometry, self.several, block.size)), (0, 0, 0)
+            tile = tile.reshape(self.several, *tile_shape(geometry, 1, block.size)[1:])
+        image = tile
         if self.axis == 0:  # the axis beside before the axis of rows
             image, sums = image.swapaxes(2, 3), sums.swapaxes(3, 4)
-        rows, (_, _, n, others, extent, pixels), stride = self.rows, sums.shape, geometry.stride[2]
-        tiles, width = -(-extent // rows), image.shape[4] + self._apart
-        matrices = self._matrices(scratch, weight)
-        is_result = self._is_result(rows, extent)
+        is_result = self._is_result(self.rows, sums.shape[4])
+        in_place = self._adds_in_place and (sums.shape[4] == 1 or sums.strides[4] == sums.shape[5] * sums.itemsize)
+        key = before, image.shape[2:], sums.shape, in_place
+        names = BUFFERS[: 2 if is_result else 4 - in_place]
+        steps = scratch.views(self, key, names, partial(self._steps, scratch, *key))
+        steps.kernels[...] = weight.transpose(self._taps_last)
+        np.matmul(steps.lines, self._diagonals, out=steps.matrices)
+        for zeros in steps.zeros:
+            zeros.fill(0)
+        # Views of the arrays of this call; all others are there already.
+        images_read, in_result = [self._read(image, read) for read in steps.reads], []
         if is_result:
-            by_line = sums[:, 0].reshape(len(sums), n, others, tiles, 1, rows, width)
-        else:
-            memory, products, by_line = self._memory(scratch, n, others, tiles, width)
-        steps = list(self._products(image, before, matrices, by_line[..., : image.shape[4]]))
-        additions, borders, total = [], [], None
-        if not is_result:
-            borders = [] if self._apart else list(self._borders(by_line, before[2], pixels))
-            runs = self._runs(memory, products, before[2], width)
-            if self._adds_in_place and (extent == 1 or sums.strides[4] == width * sums.itemsize):
-                places = rows_as_runs(sums, rows)
-            else:
-                total = scratch.array("sums", (*runs.shape[:5], rows * width), sums.dtype)
-                places = [(slice(None), total)]
-                total = total.reshape(*runs.shape[:4], -1, width)[..., :extent, : self._last(pixels) + 1 : stride]
-            additions = [
-                (runs[:, :, :, :, tiles, :, piece], place[..., None, piece])
-                for tiles, place in places
-                for piece in parts_of(place.shape[-1], max(1, ONE_THREAD // runs.shape[5]))
-            ]
-        ones = np.ones((1, self.taps[1] * self.taps[2]), self.sums_dtype)
+            by_line = sums[:, 0].reshape(len(sums), *sums.shape[2:4], -1, 1, self.rows, sums.shape[5])
+            in_result = [by_line[read.at] for read in steps.reads]
+            for at in steps.not_read:
+                by_line[at] = 0
+        elif in_place:
+            runs = rows_as_runs(sums, self.rows)
+            in_result = [runs[number][..., None, piece] for number, piece in steps.pieces]
         for groups in parts_of(len(sums), self.several):
-            some = slice(0, groups.stop - groups.start)
+            count = groups.stop - groups.start
+            turn, own = steps.turns[count], groups
             if not self.is_in_place:
-                images.some(groups).read_tile(block, tile[some])
-            for matrix, read, place in steps:
-                np.matmul(
-                    matrix[groups], read[groups if self.is_in_place else some], out=place[groups if is_result else some]
-                )
-            for border in borders:
-                border[some] = 0
-            for run, place in additions:
-                np.matmul(ones, run[some], out=place[groups if total is None else some])
+                own = slice(0, count)
+                images.some(groups).read_tile(block, tile[own])
+            places = [place[groups] for place in in_result]
+            for matrices, read, place in zip(steps.by_read, images_read, turn.products or places):
+                np.matmul(matrices[groups], read[own], out=place)
+            for border in turn.borders:
+                border.fill(0)
+            for run, place in zip(turn.runs, turn.in_runs or places):
+                np.matmul(steps.ones, run, out=place)
+            if turn.sums is not None:
+                sums[groups] = turn.sums
+        return sum_is_finite(sums[:, :, :, :, :: self.rows])
+
+    @cached_property
+    def _taps_last(self) -> tuple[int, ...]:
+        """Axes of kernels (c, outputs of each, d, h, w): c, taps beside, taps of the width, outputs of each, taps."""
+        return (0, 2, 4, 1, 3) if self.axis == 1 else (0, 3, 4, 1, 2)
+
+    def _steps(self, scratch: Scratch, before: Triple, size: Triple, sums: tuple[int, ...], in_place: bool) -> Steps:
+        """What calls share whose blocks read as much of an image, and write sums of this shape."""
+        (c, outputs, n, others, extent, pixels), rows, (taps, beside, across) = sums, self.rows, self.taps
+        tiles, width = -(-extent // rows), size[2] + self._apart
+        kernels = scratch.array("kernels", (c, beside, across, outputs, taps), self.factor_dtype)
+        matrices = scratch.array("matrices", (c * beside * across * outputs, rows * self.tall), self.factor_dtype)
+        by_tap = matrices.reshape(c, beside, across * outputs * rows, self.tall)
+        at = (others, tiles), before, size
+        every = self._reads[at] = self._reads.get(at) or list(self._each_read(*at))
+        reads = [read for read in every if read.matrix]
+        not_read, ones = [read.at for read in every if not read.matrix], np.ones((1, beside * across), self.sums_dtype)
+        shared = kernels, kernels.reshape(-1, taps), matrices, [by_tap[read.matrix] for read in reads], reads, ones
+        counts = {min(c, self.several), c % self.several} - {0}
+        if self._is_result(rows, extent):
+            return Steps(*shared, [], dict.fromkeys(counts, Turn()), [], not_read)
+        memory, all_lines, by_line = self._memory(scratch, n, others, tiles, width)
+        lines = by_line[..., : size[2]]
+        places = [lines[read.at] for read in reads]
+        zeros = [memory[: self._gap], all_lines[..., by_line.shape[5] * width :], *(lines[at] for at in not_read)]
+        if self._apart:
+            zeros.append(by_line[..., size[2] :])
+        borders = [] if self._apart else list(self._borders(by_line, before[2], pixels))
+        all_runs = self._runs(memory, all_lines, before[2], width)
+        total, of_runs = None, row_runs(extent, rows)
+        if not in_place:
+            total = scratch.array("sums", (*all_runs.shape[:5], rows * width), self.sums_dtype)
+            of_runs = [(slice(0, tiles), rows)]
+        most = max(1, ONE_THREAD // all_runs.shape[5])
+        pieces = [(number, piece) for number, (_, high) in enumerate(of_runs) for piece in parts_of(high * width, most)]
+        runs = [all_runs[:, :, :, :, of_runs[number][0], :, piece] for number, piece in pieces]
+        turns = {}
+        for count in counts:
+            some = slice(0, count)
+            in_runs, own = [], None
             if total is not None:
-                sums[groups] = total[some]
-        return sum_is_finite(sums[:, :, :, :, ::rows])
+                in_runs = [total[some, ..., None, piece] for _, piece in pieces]
+                by_row = total[some].reshape(count, *total.shape[1:4], tiles * rows, width)
+                own = by_row[..., :extent, : self._last(pixels) + 1 : self.geometry.stride[2]]
+            products, zeroed, added = ([view[some] for view in views] for views in (places, borders, runs))
+            turns[count] = Turn(products, zeroed, added, in_runs, own)
+        return Steps(*shared, zeros, turns, pieces if in_place else [], [])
+
+    @property
+    def _gap(self) -> int:
+        """Zeros before and after the runs of a product."""
+        return self.taps[2] * self.geometry.dilation[2]
 
     def _memory(self, scratch: Scratch, n: int, others: int, tiles: int, width: int) -> tuple[np.ndarray, ...]:
         """For some channels: memory, in it the products (c, n, outputs beside, products, taps beside, run), and their lines.
 
         The lines of all taps of the width are one run, between zeros that the first and the last of them reach into.
         """
-        lines, gap = self.taps[2] * self.geometry.group_outputs * self.rows, self.taps[2] * self.geometry.dilation[2]
+        lines, gap = self.taps[2] * self.geometry.group_outputs * self.rows, self._gap
         size = self.several, n, others, tiles, self.taps[1], lines * width + gap
         memory = scratch.array("products", (gap + prod(size),), self.sums_dtype)
         products = np.ndarray(size, memory.dtype, memory, gap * memory.itemsize)
-        by_line = products[..., : lines * width].reshape(*size[:5], lines, width)
-        memory[:gap], products[..., lines * width :] = 0, 0
-        by_line[..., width - self._apart :] = 0
-        return memory, products, by_line
+        return memory, products, products[..., : lines * width].reshape(*size[:5], lines, width)
 
-    def _products(
-        self, image: np.ndarray, before: Triple, matrices: np.ndarray, by_line: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Matrices, rows of an image (c, n, axis beside, axis of rows, w), and where their products are written.
-
-        The latter are lines (c, n, outputs beside, products, taps beside, lines, w); those of rows that the image does not
-        have are zeros, which are written here.
-        """
+    def _read(self, image: np.ndarray, read: Read) -> np.ndarray:
+        """Rows (c, n, outputs beside, products, rows of each, w) of an image (c, n, axis beside, axis of rows, w)."""
+        if read.rows:
+            return image[read.rows]
         of_c, of_n, across, along, item = image.strides
         step, move = self.geometry.stride[1 - self.axis], self.rows * self.geometry.stride[self.axis]
-        key = by_line.shape[2:4], before, image.shape[2:]
-        reads = self._reads.get(key)
-        if reads is None:
-            reads = self._reads[key] = list(self._each_read(*key))
-        for at, matrix, first, shape in reads:
-            place = by_line[at]
-            if not matrix:
-                place[...] = 0
-                continue
-            steps = (of_c, of_n, step * across, move * along, along, item)
-            yield matrices[matrix], strided(image, first, (*image.shape[:2], *shape), steps), place
+        steps = (of_c, of_n, step * across, move * along, along, item)
+        return strided(image, read.first, (*image.shape[:2], *read.shape), steps)
 
     @cached_property
-    def _reads(self) -> dict[tuple[tuple[int, ...], Triple, tuple[int, ...]], list[Read]]:
-        """What products read, for blocks of each kind."""
+    def _reads(self) -> dict[tuple[tuple[int, ...], Triple, Triple], list[Read]]:
+        """What products read, for blocks of each kind: kept where views are not."""
         return {}
 
     def _each_read(self, counts: tuple[int, ...], before: Triple, size: tuple[int, ...]) -> Iterator[Read]:
@@ -367,9 +423,12 @@ class ToeplitzRows(ToeplitzLoop):
                 matrix = (every, None, None, None, tap, every, slice(rows.start, rows.stop))
                 beside, above = inside.start * step + offset, some.start * move - before[self.axis] + rows.start
                 shape = (inside.stop - inside.start, some.stop - some.start, len(rows))
+                planes = slice(beside, beside + (shape[0] - 1) * step + 1, step)
+                own = every, every, planes, None, slice(above, above + len(rows))
                 for columns in parts_of(width, self._columns):
-                    count = columns.stop - columns.start
-                    yield Read((*at, every, columns), matrix, (beside, above, columns.start), (*shape, count))
+                    first, count = (beside, above, columns.start), columns.stop - columns.start
+                    one = (*own, columns) if shape[1] == 1 else ()
+                    yield Read((*at, every, columns), matrix, first, (*shape, count), one)
 
     @cached_property
     def _columns(self) -> int:
@@ -421,13 +480,18 @@ def runs_of_tiles(tiles: int, step: int, tall: int, extent: int, before: int) ->
     return runs
 
 
-def rows_as_runs(sums: np.ndarray, rows: int) -> list[tuple[slice, np.ndarray]]:
-    """So many contiguous rows at a time as one run, and those that are left: which products these are, and the runs."""
-    *shape, extent, width = sums.shape
+def row_runs(extent: int, rows: int) -> list[tuple[slice, int]]:
+    """So many rows at a time, and those that are left: which products these are, and how many rows each has."""
     whole, left = divmod(extent, rows)
+    runs = (slice(0, whole), rows), (slice(whole, whole + 1), left)
+    return [(tiles, high) for tiles, high in runs if tiles.stop > tiles.start and high]
+
+
+def rows_as_runs(sums: np.ndarray, rows: int) -> list[np.ndarray]:
+    """Contiguous rows as these runs."""
+    *shape, extent, width = sums.shape
     runs = []
-    for first, count, size in ((0, whole, rows), (whole, 1, left)):
-        if count and size:
-            run = sums[..., first * rows : first * rows + count * size, :]
-            runs.append((slice(first, first + count), run.reshape(*shape, count, size * width)))
+    for tiles, high in row_runs(extent, rows):
+        count, first = tiles.stop - tiles.start, tiles.start * rows
+        runs.append(sums[..., first : first + count * high, :].reshape(*shape, count, high * width))
     return runs
