@@ -58,6 +58,11 @@ CLEAR = [
     ("gemm", 3.8, convolution((1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
     ("winograd", 1.4, convolution((2, 32, 8, 28, 28), (32, 32, 1, 3, 3), padding=(0, 1, 1))),
     ("gemm", 1.8, convolution((2, 128, 28, 28), (128, 8, 3, 3), padding=1, groups=16)),
+    # Few outputs, with as many transforms of inputs as where there are more: they fill no vector.
+    ("gemm", 1.2, convolution((64, 32, 17, 17), (1, 32, 4, 4), padding=1)),
+    # Few channels: the last transform of the outputs brings them in front of the pixels, and is counted once.
+    ("winograd", 1.2, convolution((4, 24, 71, 71), (16, 24, 3, 5), padding=(1, 2))),
+    ("winograd", 1.2, convolution((2, 96, 56, 56), (32, 96, 2, 2))),
     # Groups of few channels: Winograd's products fill no vector.
     ("gemm", 1.6, convolution((8, 128, 56, 56), (128, 4, 3, 3), padding=1, groups=32)),
     ("gemm", 1.9, convolution((1, 16, 16, 32, 32), (16, 1, 3, 3, 3), padding=1, groups=16)),
@@ -155,7 +160,7 @@ COMPLEX = replace(PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=re
 #: Prices of so many elements, and what else they are asked with.
 OF_ELEMENTS = {
     "dot": (100.0, PROBLEM), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
-    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8, (1, 3, 3)),
+    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": ((56, 56, 8), (1, 3, 3)),
     "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
     "scaled_apart": (PROBLEM,),
 }  # fmt: skip
@@ -184,11 +189,11 @@ def test_what_makes_an_element_take_longer():
     )
     assert cost.added_to_windows(1e6, "float32", 16, False) < cost.added_to_windows(1e6, "float32", 16, True)
     kernel = 1, 3, 3
-    assert (
-        cost.transformed(1e6, 1, kernel)
-        > 2 * cost.transformed(1e6, 32, kernel)
-        > 2 * cost.transformed(1e6, 320, kernel)
-    )
+    short, longer, long = (cost.transformed(1e6, (9, row, row), kernel) for row in (1, 32, 320))
+    assert short > 2 * longer > 2 * long
+    # What lies side by side behind one axis is nothing to the others, nor to one of a single tap.
+    assert cost.transformed(1e6, (1, 320, 1), (1, 3, 1)) == cost.transformed(1e6, (1, 320, 320), (1, 3, 1))
+    assert cost.transformed(1e6, (1, 320, 320), kernel) < cost.transformed(1e6, (1, 320, 1), kernel) < short
     assert (
         cost.fourier(1e6, 4, PROBLEM, True)
         < cost.fourier(1e6, 8, PROBLEM, True)

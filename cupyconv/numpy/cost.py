@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops, real_part
@@ -377,12 +377,12 @@ def exchanged(elements: float) -> float:
 
 #: Elements of a tile along an axis of more than one tap, and the most taps of windows in it.
 TILE, MOST_TAPS = 6, 5
-#: Seconds of an element of a tile that is transformed, and elements that a row is as if it were longer by.
+#: Seconds of an element of a tile that is transformed, and elements that what lies side by side is as if it were longer by.
 TRANSFORM, SHORT_ROW = 150e-12, 32
 #: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
 TRANSFORM_WEIGHT, ARRANGE = 550e-12, 0.9e-9
-#: Seconds more of a row of a group's product whose outputs are fewer than a vector has.
-ROW_OF_GROUP = 3e-9
+#: Seconds more of a row of a product whose outputs are fewer than a vector has.
+ROW_OF_FEW = 3e-9
 
 
 def tile_outputs(taps: int) -> int:
@@ -395,22 +395,28 @@ def winograd_calls(geometry: ConvGeometry) -> int:
     return 12 + 6 * sum(taps > 1 for taps in geometry.kernel)
 
 
-def transformed(elements: float, channels: int, kernel: Sequence[int]) -> float:
-    """Elements of tiles, of so many channels, and back; before they are transformed along an axis they are fewer."""
+def transformed(elements: float, rows: Sequence[float], kernel: Sequence[int]) -> float:
+    """Elements of tiles, or back, of which so many lie side by side behind each axis; before they are transformed they are fewer."""
     written, left = 0.0, elements
-    for taps in kernel:
+    for taps, row in zip(kernel, rows):
         if taps > 1:
-            written += left
+            written += left * (1 + SHORT_ROW / max(1, row))
             left *= tile_outputs(taps) / TILE
-    return written * (1 + SHORT_ROW / max(1, channels)) * TRANSFORM
+    return written * TRANSFORM
+
+
+def transformed_to_rows(elements: float, products: int) -> float:
+    """Elements of a result whose pixels lie side by side, of so many products that are their last transform."""
+    return transposed(elements) + products * PRODUCT
 
 
 def products_of_tiles(tiles: int, geometry: ConvGeometry, problem: ProductsProblem) -> float:
-    """The products of so many tiles, of all groups, at one point of them."""
+    """The products of so many tiles, of all groups, at one point of them: vectors are of a tile's outputs."""
     channels, outputs = geometry.group_channels, geometry.group_outputs
-    own = product(tiles, channels, outputs, problem)
-    if geometry.groups > 1 and outputs < VECTOR_ELEMENTS:
-        own += tiles * ROW_OF_GROUP
+    whole = ceil(outputs / VECTOR_ELEMENTS) * VECTOR_ELEMENTS
+    own = max(product(tiles, channels, outputs, problem), tiles * channels * whole * MULTIPLY_ADD)
+    if outputs < VECTOR_ELEMENTS:
+        own += tiles * ROW_OF_FEW
     return geometry.groups * own
 
 
@@ -482,8 +488,9 @@ def least_winograd(problem: ProductsProblem) -> float:
     geometry = problem.geometry
     products = TILE ** sum(taps > 1 for taps in geometry.kernel)
     elements = geometry.batch * geometry.pixels * products / prod(map(tile_outputs, geometry.kernel))
-    channels = geometry.in_channels + geometry.out_channels
-    work = transformed(elements * channels, channels, geometry.kernel)
+    inputs, outputs = geometry.in_channels, geometry.out_channels
+    work = transformed(elements * inputs, (inf, inf, inputs), geometry.kernel)
+    work += transformed(elements * outputs, (inf, inf, inf), (*geometry.kernel[:2], 1))  # and a product to rows
     if not problem.weight_is_constant:
         work += transformed_weight(geometry.out_channels * geometry.group_channels, products, geometry.taps)
     return _at_the_least(work, winograd_calls(geometry), problem)

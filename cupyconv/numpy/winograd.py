@@ -55,9 +55,11 @@ from cupyconv.numpy.winograd_tiles import (
     multiply_all,
     products_of,
     tile_bytes,
+    tile_steps,
     tiled_axes,
     tiles_along,
     tiles_block,
+    tiles_of_segment,
     weight_transform,
 )
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -131,13 +133,27 @@ class TiledLoop(PixelLoop):
     @property
     def transforms_work(self) -> float:
         """What the transforms of all tiles of the inputs and of the outputs take."""
-        geometry = self.geometry
-        elements = (
-            self.blocks * self.block_tiles * products_of(geometry) * (geometry.in_channels + geometry.out_channels)
-        )
-        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels, geometry.kernel)
-        read = self.blocks * prod(tile_shape(geometry, geometry.in_channels, self.block))
-        return work + cost.transposed(read + geometry.batch * geometry.pixels * geometry.out_channels)
+        channels = self.geometry.in_channels
+        work = cost.transformed(self.elements * channels, self._rows(channels), self.geometry.kernel)
+        read = self.blocks * prod(tile_shape(self.geometry, channels, self.block))
+        return work + cost.transposed(read) + self.outputs_work
+
+    @property
+    def outputs_work(self) -> float:
+        """What those of the outputs take."""
+        geometry, channels = self.geometry, self.geometry.out_channels
+        work = cost.transformed(self.elements * channels, self._rows(channels), geometry.kernel)
+        return work + cost.transposed(geometry.batch * geometry.pixels * channels)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tiles of a channel."""
+        return self.blocks * self.block_tiles * products_of(self.geometry)
+
+    def _rows(self, channels: int) -> tuple[int, int, int]:
+        """Elements that lie side by side behind each axis of the tiles."""
+        _, height, width = tiles_along(self.geometry, self.block)
+        return height * width * channels, width * channels, channels
 
     @cached_property
     def block_tiles(self) -> int:
@@ -213,6 +229,18 @@ class Winograd(TiledLoop, ConvLoop):
     def makes_rows(self) -> bool:
         """Whether sums have the order of the result, whose pixels lie side by side; else channels do."""
         return self.in_place or self.problem.out.stride_c != 1
+
+    @property
+    def outputs_work(self) -> float:
+        """The last of them is one product for a part of each row, with the matrix that brings pixels in front of the channels."""
+        geometry, tiles = self.geometry, tiles_of_segment(self.geometry)
+        if not (tiles and self.makes_rows):
+            return super().outputs_work
+        channels, (depth, height, width) = geometry.out_channels, geometry.out_size
+        rows, _, _ = self._rows(channels)
+        work = cost.transformed(self.elements * channels, (rows, tiles * channels, 0), (*geometry.kernel[:2], 1))
+        parts = geometry.batch * depth * height * -(-width // (tiles * tile_steps(geometry)[2]))
+        return work + cost.transformed_to_rows(geometry.batch * geometry.pixels * channels, parts)
 
     @classmethod
     def block_bytes(cls, problem: ConvProblem) -> int:

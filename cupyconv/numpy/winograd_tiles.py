@@ -118,9 +118,7 @@ class Tiling:
         self._counts = tiles_along(geometry, block)
         #: Whether tiles reach further than the block.
         self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
-        #: Tiles side by side that are transformed back at a time, into rows of a result; 0 where these are copied.
-        step = self._outputs[2] * self.phases[2]
-        self._segment = SEGMENT // step if len(self.axes) > 1 and 2 in self.axes else 0
+        self._segment = tiles_of_segment(geometry)
 
     def transformed(self, channels: int, overlap: bool = True) -> list[Shape]:
         """The shapes from an image to what products take; where tiles overlap, each reads some of the next one's elements."""
@@ -253,6 +251,12 @@ def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
 def tile_steps(geometry: ConvGeometry) -> list[int]:
     """Pixels along each axis that whole tiles of all phases have."""
     return [tile_outputs(taps) * (gap if taps > 1 else 1) for taps, gap in zip(geometry.kernel, geometry.dilation)]
+
+
+def tiles_of_segment(geometry: ConvGeometry) -> int:
+    """Tiles side by side that are transformed back at a time, into rows of a result; 0 where these are copied."""
+    axes = tiled_axes(geometry)
+    return SEGMENT // tile_steps(geometry)[2] if len(axes) > 1 and 2 in axes else 0
 
 
 def products_of(geometry: ConvGeometry) -> int:
