@@ -611,6 +611,11 @@ def test_linmerge_names_the_missing_samples_of_inputs_that_do_not_agree():
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, fields, np.ones((4, 5)))
 
 
+def test_linmerge_names_the_array_without_axes():
+    fields = [np.ones((1, 1, 3)), np.ones(())]
+    assert_refused(numpy_arrays(), ValueError, [r"xs\[1\] has shape \(\)"], cupyconv.linmerge, fields, np.ones((1, 2)))
+
+
 def test_linmerge_misses_no_samples_of_channels_that_are_last():
     """As many samples as channels in all are a coincidence where the rest of the shapes says that N is there."""
     fields = [np.ones((2, 100, 3)), np.ones((2, 100, 2))]

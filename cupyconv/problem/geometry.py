@@ -373,8 +373,8 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     rank = len(shape) - 2
     if rank < 0:
         raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
-    hint = ""
-    if sum(shape[0] for shape in shapes.values()) == weight_shape[1] and len({s[1:] for s in shapes.values()}) == 1:
+    hint, firsts = "", [shape[0] for shape in shapes.values() if shape]
+    if sum(firsts) == weight_shape[1] and len({s[1:] for s in shapes.values()}) == 1:
         hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
     elif len(shapes) == weight_shape[1]:
         hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
