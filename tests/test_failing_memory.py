@@ -177,7 +177,10 @@ def test_what_an_attempt_had_is_let_go_of_before_the_next(monkeypatch):
             array = np.empty(10)
             had.append(weakref.ref(array))
             if len(had) <= failures:
-                raise MemoryError("no memory")
+                try:
+                    raise OSError("of the device")
+                except OSError as error:
+                    raise MemoryError("no memory") from error
             execute(arrays)
 
         return attempt

@@ -401,7 +401,9 @@ class Executable:
         try:
             self._execute(named)
         except MemoryError as error:
-            failed = error.with_traceback(None)  # whose frames hold what this attempt had, which the next one may need
+            # Frames, its own and those of what it came from, hold what this attempt had, which the next one may need.
+            failed = error.with_traceback(None)
+            failed.__cause__ = failed.__context__ = None
         except UnlikeItsModel:
             self._prepare(self._plan_for_what_it_is())
             return self._run(arrays)
