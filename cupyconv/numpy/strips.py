@@ -24,20 +24,18 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import MEMORY_BLOCK, temporaries
+from cupyconv.numpy.convolution import temporaries
 from cupyconv.numpy.toeplitz import reach, strided
-from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor
+from cupyconv.numpy.weight_sums import DepthwiseGradientLoop, Pairs, WeightRun, grad_is_factor
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape, whole_and_rest
 from cupyconv.problem.arrays import accumulator, product_flops
-from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import WeightGradientProblem
 
 #: Pixels of the gradient that a strip is wide, at the least and at the most.
 NARROWEST, WIDEST = 6, 16
 #: What elements of a strip fill of a vector at the least: fewer took BLAS up to twice as long.
 FILLED = 0.75
-#: Bytes that some channels copy and compute for a block: more than elsewhere, since each of a few calls should be long.
-STRIPS_BLOCK = 4 * MEMORY_BLOCK
 #: Of the price of products, and of their sums, what they take here: both are so small that they stay in the innermost cache.
 IN_CACHE = 0.85
 #: How many times its price a product of complex numbers takes that is so small, nearly at the most: BLAS packs what it hardly uses.
@@ -48,16 +46,15 @@ STRIP_CALLS = 14
 LONE_GRADIENT = 30_000
 
 
-class GradientStrips(WeightGradientLoop):
+class GradientStrips(DepthwiseGradientLoop):
     """Products of strips of an image and of the gradient, for each row of the kernel, and sums of their diagonals."""
 
     name = "strips"
     words = "products of strips of both images, whose diagonals are taps"
-    runs_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return problem.geometry.is_depthwise and problem.geometry.kernel[0] == 1
+        return super().applies(problem) and problem.geometry.kernel[0] == 1
 
     @property
     def products_work(self) -> float:
@@ -83,17 +80,8 @@ class GradientStrips(WeightGradientLoop):
     def _strip(self) -> Strip:
         return strip_of(self.geometry, self.sums_dtype.name)
 
-    @cached_property
-    def part(self) -> int:
-        room = min(STRIPS_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
-        return even_part(self.geometry.groups, room // (self._group_bytes or 1))
-
     @property
-    def columns_bytes(self) -> int:
-        return self.part * self._group_bytes
-
-    @property
-    def _group_bytes(self) -> int:
+    def group_bytes(self) -> int:
         """Bytes of a group's tile, of what fills borders, and of its products and their sum."""
         geometry, length = self.geometry, self._strip.width
         tile = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))

@@ -25,8 +25,8 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, kept_scratch
-from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
+from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
+from cupyconv.numpy.weight_sums import DepthwiseGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, Phase, parts_of, phase_reach, whole_and_rest
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import WeightGradientProblem
@@ -35,25 +35,18 @@ from cupyconv.problem.problems import WeightGradientProblem
 PIECE = 16 << 10
 #: Pixels of a block: of few channels too, what one copies for a block stays in cache until it is multiplied.
 BLOCK_PIXELS = 1 << 17
-#: Bytes that some channels copy for a block: each of a few calls should be long.
-RUNS_BLOCK = 4 * MEMORY_BLOCK
 #: Calls for each phase of the stride.
 PHASE_CALLS = 10
 
 
-class GradientRuns(WeightGradientLoop):
+class GradientRuns(DepthwiseGradientLoop):
     """Depthwise: what each tap reads, one run of memory, times the gradient: the product of two vectors."""
 
     name = "multiplied runs"
     words = "each tap's run of elements, times the gradient"
     turn_calls = 18
     beside_others = 1.5  # sums of few channels are so few that NumPy lets no other thread run beside them
-    runs_bytes = 0
     fresh_work = 0.0  # memory is kept
-
-    @classmethod
-    def applies(cls, problem: WeightGradientProblem) -> bool:
-        return problem.geometry.is_depthwise
 
     # Sizes
 
@@ -84,17 +77,8 @@ class GradientRuns(WeightGradientLoop):
         axes = zip(geometry.stride, geometry.dilation, geometry.kernel)
         return prod(min(stride // gcd(stride, gap), taps) for stride, gap, taps in axes)
 
-    @cached_property
-    def part(self) -> int:
-        room = min(RUNS_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
-        return even_part(self.geometry.groups, room // (self._group_bytes or 1))
-
     @property
-    def columns_bytes(self) -> int:
-        return self.part * self._group_bytes
-
-    @property
-    def _group_bytes(self) -> int:
+    def group_bytes(self) -> int:
         """Bytes of a group's tile, of what fills borders, of its gradient or both parts of it, and of products of pieces."""
         geometry, tile = self.geometry, prod(self._extent)
         outputs = self.rows or geometry.group_outputs

@@ -24,7 +24,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop
-from cupyconv.numpy.convolution import PRODUCT_BLOCK, is_matrix
+from cupyconv.numpy.convolution import MEMORY_BLOCK, PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.shared_columns import is_in_order
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
@@ -45,6 +45,10 @@ _MANY_OUTPUTS = 128
 RUN, LEAST_RUN, FEW_ELEMENTS = 1024, 128, 960
 #: Elements of a result up to which NumPy lets no other thread run beside a product.
 HELD = 500
+
+#: Bytes that some channels of a depthwise weight copy and compute for a block: more than elsewhere, since each of a few calls
+#: should be long.
+CHANNELS_BLOCK = 4 * MEMORY_BLOCK
 
 #: Bytes of what a run writes beside the result, up to which they are kept from call to call.
 KEPT_BLOCKS = BUDGET // 4
@@ -215,6 +219,30 @@ class WeightGradientLoop(PixelLoop):
         share = -(-self.blocks // threads)
         shares = [(self.each_block.some(thread * share, share), thread) for thread in range(threads)]
         run.finish(in_threads(threads, run.sum_over, shares, self.holds_blas))
+
+
+class DepthwiseGradientLoop(WeightGradientLoop):
+    """One that adds the products of some groups at a time, whose copies stay in cache, and not by `add_product`."""
+
+    runs_bytes = 0
+
+    @classmethod
+    def applies(cls, problem: WeightGradientProblem) -> bool:
+        return problem.geometry.is_depthwise
+
+    @cached_property
+    def part(self) -> int:
+        room = min(CHANNELS_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
+        return even_part(self.geometry.groups, room // (self.group_bytes or 1))
+
+    @property
+    def columns_bytes(self) -> int:
+        return self.part * self.group_bytes
+
+    @property
+    @abstractmethod
+    def group_bytes(self) -> int:
+        """Bytes that a group of a block copies and computes."""
 
 
 def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
