@@ -8,8 +8,8 @@ bias`` the type of the first.  So they are turned into Markdown here::
     x, weight : array             `x, weight` : array
         Text.                     :   Text.
 
-A table ruled with ``=`` becomes one of Markdown, and what is indented after ``::`` a block of code.  The parameter `foreign`,
-which answers the keywords of other libraries, is none of ours.
+A table ruled with ``=`` becomes one of Markdown, and what is indented after ``::`` a block of code.  The parameters
+`unnamed` and `foreign`, which answer what other libraries' users write, are none of ours.
 """
 
 import re
@@ -36,8 +36,9 @@ class Docstrings(Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_function(self, *, func: Function, **kwargs: Any) -> None:
-        if "foreign" in func.parameters:
-            del func.parameters["foreign"]
+        for name in ("unnamed", "foreign"):
+            if name in func.parameters:
+                del func.parameters[name]
 
 
 def as_markdown(text: str) -> str:

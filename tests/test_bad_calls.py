@@ -78,6 +78,35 @@ def test_an_argument_that_is_missing_may_have_come_by_another_name(name):
             function()
 
 
+@pytest.mark.parametrize("name", functions_of_arrays())
+def test_more_arguments_than_have_places_are_told_to_have_names(name):
+    """Of other libraries the stride is the fourth argument; Python would say "from 0 to 3" of what may be missing."""
+    function = getattr(cupyconv, name)
+    parameters = inspect.signature(function).parameters.values()
+    places = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    others = ", ".join(f"{one.name}=" for one in parameters if one.kind is one.KEYWORD_ONLY)
+    given = [np.ones((1, 1, 3))] * (len(places) + 2)
+    words = re.escape(
+        f"{name}() takes {len(places)} positional arguments ({', '.join(places)}), given {len(given)}:"
+        f" write the others by name, {others}"
+    )
+    for call in (function, partial(cupyconv.explain, function)):
+        with pytest.raises(TypeError, match=rf"^{words}$"):
+            call(*given)
+
+
+def test_more_arguments_than_have_places_in_a_layer_and_a_gradient():
+    ones, words = np.ones((1, 1, 3)), r"takes 3 positional arguments \(x, weight, bias\), given 4: .* name, stride=, "
+    with pytest.raises(TypeError, match=rf"^conv\(\) {words}"):
+        cupyconv.vjp(cupyconv.conv, ones, ones, None, 1)
+    with pytest.raises(
+        TypeError, match=r"^ConvLayer\(\) takes 2 positional arguments \(weight, bias\), given 3: .*stride="
+    ):
+        cupyconv.ConvLayer(ones, None, 1)
+    with pytest.raises(TypeError, match=r"here it is stride$"):  # what has a name of ours is said first
+        cupyconv.conv(ones, ones, None, 1, strides=1)
+
+
 def test_the_other_name_is_answered_before_what_is_missing():
     for call in (
         cupyconv.max_pool,

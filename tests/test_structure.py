@@ -288,12 +288,13 @@ SECTIONS = {
 }
 
 
-def test_every_operation_answers_keywords_of_other_libraries():
-    """Its function takes them, and shows none of it."""
+def test_every_operation_answers_calls_of_other_libraries():
+    """Its function takes their keywords, and what they give without one, and shows none of it."""
     for function in _OPERATIONS:
-        assert function.__code__.co_flags & inspect.CO_VARKEYWORDS, function.__name__
+        flags = function.__code__.co_flags
+        assert flags & inspect.CO_VARKEYWORDS and flags & inspect.CO_VARARGS, function.__name__
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-        assert inspect.Parameter.VAR_KEYWORD not in kinds, function.__name__
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, function.__name__
 
 
 def test_everything_promised_is_public():

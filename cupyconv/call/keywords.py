@@ -1,13 +1,14 @@
-"""Keywords that a function does not have: what other libraries call its arguments is answered with ours.
+"""Arguments that a function does not have: what other libraries call theirs is answered with the name of ours.
 
-An operation, `ConvLayer` and `options` end in ``**foreign: Never``, which help and `inspect.signature` leave out and
-type checkers refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
+The signature of an operation has ``*unnamed: Never`` before its keywords and ``**foreign: Never`` at its end (`options` has
+the latter), which help and `inspect.signature` leave out and type checkers refuse.  What Python would refuse before any
+code of ours ran, so gets here; a good call makes an empty tuple and an empty dict.
 A call without an argument that is needed gets here too: the argument may have come by another library's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -77,7 +78,8 @@ _WAYS = {
 def without_foreign(function: Callable[..., Any]) -> Signature:
     """The signature of a function, as it is shown."""
     shown = signature(function)
-    return shown.replace(parameters=[p for p in shown.parameters.values() if p.kind is not Parameter.VAR_KEYWORD])
+    hidden = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+    return shown.replace(parameters=[p for p in shown.parameters.values() if p.kind not in hidden])
 
 
 class _Missing:
@@ -104,6 +106,20 @@ def missing_arguments(name: str, missing: Sequence[str]) -> TypeError:
     *others, last = map(repr, missing)
     names = f"{', '.join(others)}{comma} and {last}" if others else last
     return TypeError(f"{name}() missing {len(missing)} required positional argument{several}: {names}")
+
+
+def positional(parameters: Mapping[str, Parameter]) -> int:
+    """How many arguments may come without their names."""
+    return sum(one.kind is Parameter.POSITIONAL_OR_KEYWORD for one in parameters.values())
+
+
+def too_many_arguments(name: str, parameters: Mapping[str, Parameter], given: int) -> str:
+    """What to say of more arguments without names than a function takes; other libraries take the stride so."""
+    names, count = list(parameters), positional(parameters)
+    return (
+        f"{name}() takes {count} positional arguments ({', '.join(names[:count])}), given {given}:"
+        f" write the others by name, {', '.join(f'{one}=' for one in names[count:])}"
+    )
 
 
 def unknown_keyword(name: str, keyword: str, parameters: Iterable[str]) -> TypeError:

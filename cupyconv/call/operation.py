@@ -20,14 +20,22 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from math import isqrt
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
-from cupyconv.call.keywords import MISSING, let_arguments_be_missing, missing_arguments, ours_for, unknown_keyword
+from cupyconv.call.keywords import (
+    MISSING,
+    let_arguments_be_missing,
+    missing_arguments,
+    ours_for,
+    positional,
+    too_many_arguments,
+    unknown_keyword,
+)
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
@@ -97,10 +105,8 @@ class Operation:
 
     def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
         """The result for all arguments of the function by name: its own ``locals()``, for instance."""
-        if arguments.get("foreign"):
-            assert self._function is not None
-            parameters = signature(self._function).parameters
-            raise unknown_keyword(self._function.__name__, next(iter(arguments["foreign"])), parameters)
+        if arguments.get("foreign") or arguments.get("unnamed"):
+            self._refuse_more(arguments)
         if self._unpack is not None:
             try:
                 arguments = self._unpack(arguments)
@@ -121,6 +127,13 @@ class Operation:
             assert all(a is b for a, b in zip(given, checked.arrays.values(), strict=True)), "arrays in another order"
             _executables.keep(key, executable, executable.shared)
         return result
+
+    def _refuse_more(self, arguments: Mapping[str, Any]) -> NoReturn:
+        assert self._function is not None
+        name, parameters = self._function.__name__, signature(self._function).parameters
+        if arguments["foreign"]:
+            raise unknown_keyword(name, next(iter(arguments["foreign"])), parameters)
+        raise TypeError(too_many_arguments(name, parameters, positional(parameters) + len(arguments["unnamed"])))
 
     def _refuse_missing(self, arguments: Mapping[str, Any]) -> None:
         missing = [name for name, value in arguments.items() if value is MISSING]
@@ -192,6 +205,8 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         said = str(error)
         if unknown:  # it may be what is missing
             said = f"got an unexpected keyword argument {unknown[0]!r}: {ours_for(unknown[0], known.parameters)}"
+        elif said == "too many positional arguments":
+            raise TypeError(too_many_arguments(function.__name__, known.parameters, len(args))) from None
         raise TypeError(f"{function.__name__}: {said}") from None
     arguments.apply_defaults()
     return dict(arguments.arguments)

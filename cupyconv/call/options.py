@@ -140,6 +140,8 @@ def _at_least(name: str, value: int | None, least: int) -> int | None:
     if value is None:
         return None
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer or None, given {value!r}") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import numpy as np
 
 from cupyconv.call.dispatch import backend_for
@@ -81,8 +79,6 @@ def fold_batchnorm(
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c" and weight.dtype.kind != "c":
             raise TypeError(f"{name} is {array.dtype}, weight is {weight.dtype}: casting would drop imaginary parts")
-    if not isinstance(eps, Real):
-        raise TypeError(f"eps must be a real number, given {eps!r}")
     epsilon = as_float("eps", eps)
     transposed = flag("transposed", transposed)
     groups = positive("groups", groups)

@@ -18,7 +18,7 @@ from cupyconv.typing import Array, Padding, PerAxis
 def im2col(
     x: Array | Sequence[Array],
     kernel_shape: PerAxis,
-    *,
+    *unnamed: Never,
     stride: PerAxis = 1,
     padding: Padding = 0,
     dilation: PerAxis = 1,
@@ -74,7 +74,7 @@ def col2im(
     columns: Array,
     spatial_shape: PerAxis,
     kernel_shape: PerAxis,
-    *,
+    *unnamed: Never,
     stride: PerAxis = 1,
     padding: Padding = 0,
     dilation: PerAxis = 1,

@@ -20,7 +20,7 @@ from cupyconv.call.arguments import (
     shapes_of,
 )
 from cupyconv.call.dispatch import backend_for
-from cupyconv.call.keywords import unknown_keyword
+from cupyconv.call.keywords import positional, too_many_arguments, unknown_keyword
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import WINDOWS, conv_problem, prologue_parts
 from cupyconv.problem.arrays import promote
@@ -73,6 +73,9 @@ class ConvLayer:
     def __new__(cls, *args: Any, **kwargs: Any) -> ConvLayer:
         if unknown := [keyword for keyword in kwargs if keyword not in _DEFAULTS]:
             raise unknown_keyword("ConvLayer", unknown[0], _DEFAULTS)
+        parameters = signature(cls).parameters
+        if len(args) > positional(parameters):
+            raise TypeError(too_many_arguments("ConvLayer", parameters, len(args)))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -154,7 +157,7 @@ def _on_a_large_image(weight_shape: tuple[int, ...], windows: dict[str, Any]) ->
 def conv_chain(
     x: Array | Sequence[Array],
     layers: Sequence[ConvLayer],
-    *,
+    *unnamed: Never,
     fuse: str | bool = "auto",
     out: Array | None = None,
     **foreign: Never,

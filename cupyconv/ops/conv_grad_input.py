@@ -17,7 +17,7 @@ def conv_grad_input(
     grad: Array,
     weight: Array,
     input_shape: Sequence[int] | Sequence[Sequence[int]],
-    *,
+    *unnamed: Never,
     stride: PerAxis = 1,
     padding: Padding = 0,
     padding_mode: str = "constant",

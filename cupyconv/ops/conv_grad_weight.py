@@ -27,7 +27,7 @@ def conv_grad_weight(
     grad: Array,
     x: Array | Sequence[Array],
     kernel_shape: PerAxis,
-    *,
+    *unnamed: Never,
     stride: PerAxis = 1,
     padding: Padding = 0,
     padding_mode: str = "constant",

@@ -28,7 +28,7 @@ def conv_transpose(
     x: Array | Sequence[Array],
     weight: Array,
     bias: Array | None = None,
-    *,
+    *unnamed: Never,
     stride: PerAxis = 1,
     padding: Padding = 0,
     output_padding: PerAxis = 0,

@@ -36,7 +36,7 @@ from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 def max_pool(
     x: Array | Sequence[Array],
     kernel_shape: PerAxis,
-    *,
+    *unnamed: Never,
     stride: PerAxis | None = None,
     padding: Padding = 0,
     dilation: PerAxis = 1,
@@ -113,7 +113,7 @@ def max_pool(
 def avg_pool(
     x: Array | Sequence[Array],
     kernel_shape: PerAxis,
-    *,
+    *unnamed: Never,
     stride: PerAxis | None = None,
     padding: Padding = 0,
     dilation: PerAxis = 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Never
 
 import numpy as np
@@ -34,7 +33,7 @@ def rnn(
     weight_hh: Array,
     bias_ih: Array | None = None,
     bias_hh: Array | None = None,
-    *,
+    *unnamed: Never,
     h0: Array | None = None,
     lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
@@ -123,7 +122,7 @@ def lstm(
     weight_hh: Array,
     bias_ih: Array | None = None,
     bias_hh: Array | None = None,
-    *,
+    *unnamed: Never,
     h0: Array | None = None,
     c0: Array | None = None,
     peephole: Array | None = None,
@@ -199,7 +198,7 @@ def gru(
     weight_hh: Array,
     bias_ih: Array | None = None,
     bias_hh: Array | None = None,
-    *,
+    *unnamed: Never,
     h0: Array | None = None,
     lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
@@ -494,8 +493,6 @@ def _is_one(activation: Any) -> bool:
 def _bound(clip: Any) -> float | None:
     if clip is None:
         return None
-    if isinstance(clip, bool) or not isinstance(clip, Real):
-        raise TypeError(f"clip must be a number or None, given {clip!r}")
     bound = as_float("clip", clip)
     if not bound >= 0:
         raise ValueError(f"clip must be at least 0, given {clip!r}")

@@ -118,8 +118,6 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
             f"activation {name!r} takes {count} parameters, given {len(given)}; with parameters it is a tuple,"
             f" ({name!r}, ...)"
         )
-    if not all(isinstance(value, Real) for value in given):
-        raise TypeError(f"activation parameters must be real numbers, given {given!r}")
     values = [as_float(f"a parameter of activation {name!r}", value) for value in given]
     values += [default for default in defaults[len(values) :] if default is not None]
     if name == "clip" and not values[0] <= values[1]:
@@ -127,8 +125,10 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
     return Activation(name, code, *values)
 
 
-def as_float(name: str, value: Real) -> float:
-    """A real number as a float; one too large to be one is refused."""
+def as_float(name: str, value: Any) -> float:
+    """A real number as a float; what is none, True and False too, or is too large for a float, is refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a real number, given {value!r}")
     try:
         return float(value)
     except OverflowError:

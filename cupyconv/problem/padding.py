@@ -169,6 +169,8 @@ def padding_amount(value: Any, name: str = "padding") -> int:
 
 def _int(name: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):  # it would count as 0 or 1, and was meant for another argument
+            raise TypeError
         return index(value)
     except TypeError:
         shape = getattr(value, "shape", ())
