@@ -85,7 +85,7 @@ def test_sums_beside_an_image_keep_within_the_limit(limit):
         image = cupyconv.col2im(columns, (32, 32), (3, 3))
     assert one <= plan.workspace_bytes <= max(limit, one)
     assert plan.workspace_bytes == 4 * one or limit - plan.workspace_bytes < 1.1 * one, "as many as there is room for"
-    assert "float32: 2 block(s) of 1 x 1 x 30 x 30 (n, d, h, w) on 1 thread(s)" in str(plan)
+    assert "float32: 2 blocks of 1 x 1 x 30 x 30 (n, d, h, w) on 1 thread" in str(plan)
     wide = cupyconv.col2im(columns.astype(np.float32), (32, 32), (3, 3))
     np.testing.assert_array_equal(image, wide.astype(np.float16))
 

@@ -47,7 +47,7 @@ from cupyconv.numpy import chain_fused
 from cupyconv.numpy.backend import kept_scratch, seconds_of
 from cupyconv.numpy.chain import LayersLoop
 from cupyconv.numpy.chain_fused import ChainLoop
-from cupyconv.problem.plan import Address, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, Kernel, KernelLaunch, Plan, counted
 from cupyconv.problem.problems import NotApplicable
 
 #: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
@@ -412,7 +412,9 @@ def test_samples_that_are_left_over_are_counted_and_computed(limit, at_a_time):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False)
         np.testing.assert_array_equal(cupyconv.conv_chain(x, layers, fuse=False), expected)
     (loop,) = plan.steps
-    assert isinstance(loop, LayersLoop) and f"{at_a_time[0]} sample(s) at a time, {len(at_a_time)} times" in str(loop)
+    assert isinstance(
+        loop, LayersLoop
+    ) and f"{counted(at_a_time[0], 'sample')} at a time, {counted(len(at_a_time), 'time')}" in str(loop)
     assert str(loop).count("  layer ") == 4
     runs = [step for count in at_a_time for each in loop.plans[count != at_a_time[0]] for step in each.steps]
     assert loop.turns == sum(step.turns for step in runs) and loop.calls == sum(step.calls for step in runs)

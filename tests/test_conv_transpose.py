@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -174,6 +175,17 @@ def test_how_a_result_is_gathered_is_said():
     assert "zeros, where no tap reaches" in str(zeros)
     assert zeros.flops == 0 and zeros.flops + loop.flops == 2 * 36 * 2 * 3
     assert "gathered from 0 x 0 x 0 taps" in str(plan(one, np.ones(3, np.float32), stride=2))
+
+
+def test_what_forbids_transforms_is_not_said_to_be_an_option_that_nobody_set():
+    """Where phases are outputs of one convolution, that is computed without transforms."""
+    x, weight = np.ones((8, 64, 28, 28), np.float32), np.ones((64, 32, 4, 4), np.float32)
+    explain = partial(cupyconv.explain, cupyconv.conv_transpose, x, weight, stride=2, padding=1)
+    plan = explain()
+    assert "phases as outputs" in plan.reason
+    assert dict(plan.rejected)["fft"] == "transforms do not write their results phase by phase"
+    with cupyconv.options(allow_fft=False):
+        assert dict(explain().rejected)["fft"] == "options(allow_fft=False) forbids it"
 
 
 def test_what_is_not_gathered():

@@ -175,7 +175,7 @@ def test_workspace_keeps_within_the_limit(target, limit):
 def test_the_plan_prints():
     grad = np.ones((4, 64, 56, 56), np.float32)
     page = str(EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="gelu")).plan())
-    assert "derivative of gelu and sums of channels" in page and "16 block(s)" in page
+    assert "derivative of gelu and sums of channels" in page and "16 blocks" in page
     plan = EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="gelu"), "sm_90").plan()
     assert [str(step.kernel) for step in plan.steps] == ["epilogue_grad<float32, 4, 0>", "epilogue_grad<float32, 4, 1>"]
     assert plan.bytes_moved < 1.01 * plan.minimal_bytes

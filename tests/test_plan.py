@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -200,8 +201,26 @@ def test_the_page_of_a_merge():
 
 def test_the_page_on_numpy():
     page = str(cupyconv.explain(cupyconv.conv, np.ones((1, 2, 9)), np.ones((3, 2, 3))))
-    assert "on numpy (1 thread)" in page and "block(s) of" in page
+    assert "on numpy (1 thread)" in page and ": 1 block of " in page and "(s)" not in page
     assert [str(HostModel(threads)) for threads in (1, 2)] == ["1 thread", "2 threads"]
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_one_thing_is_no_several(on):
+    """Of a chain of one layer, of one sample, of one step."""
+    one = np.ones((1, 1, 2))
+    for called in (
+        (cupyconv.conv_chain, one, [cupyconv.ConvLayer(one)]),
+        (cupyconv.conv_transpose, one, one),
+        (cupyconv.conv_grad_weight, one, one, (1,)),
+        (cupyconv.lstm, np.ones((1, 1, 1)), np.ones((4, 1)), np.ones((4, 1))),
+    ):
+        page = str(cupyconv.explain(*called, on=on))
+        several = re.findall(r"(?<![\d,.>])(?<!-> )1 [a-z]+s\b", page)
+        assert not several and "(s)" not in page, page
+    assert "chain of 1 convolution\n" in str(
+        cupyconv.explain(cupyconv.conv_chain, one, [cupyconv.ConvLayer(one)], on=on)
+    )
 
 
 def f32(*shape):

@@ -16,6 +16,7 @@ from runs_seen import runs_seen
 
 import cupyconv
 from cupyconv.numpy.toeplitz_line import LineRun
+from cupyconv.problem.plan import counted
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_line_in_parts_on_several_threads(lines):
     for threads in (1, 2, 3):
         with cupyconv.options(threads=threads, allow_fft=False):
             plan = cupyconv.explain(cupyconv.conv, x, weight, padding=((50, 50),), activation="relu")
-            assert f"on {threads} thread(s)" in str(plan)
+            assert f"on {counted(threads, 'thread')}" in str(plan)
             np.testing.assert_array_equal(
                 cupyconv.conv(x, weight, padding=((50, 50),), activation="relu"),
                 np.maximum(exactly(x, weight, padding=((50, 50),)), 0),

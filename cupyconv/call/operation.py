@@ -311,7 +311,7 @@ class CheckedCall:
     def plan(self) -> Plan:
         plan = planner(self.arguments.backend, self.problem.machine)
         try:
-            return plan(self.problem)
+            return _with_note_on_limit(plan(self.problem), self.problem.limit)
         except ValueError as refusal:
             enough = _enough_workspace(plan, self.problem)
             if enough is None:
@@ -322,6 +322,18 @@ class CheckedCall:
     def run(self) -> Any:
         """Allocate, execute and return the result; nothing is remembered."""
         return Executable(self).run(tuple(self.arrays.values()))
+
+
+def _with_note_on_limit(plan: Plan, limit: int) -> Plan:
+    """The plan, which says so where it takes more than it was allowed; forms that are kept are beside the limit."""
+    buffers = sum(buffer.nbytes for buffer in plan.workspace if not buffer.of)
+    needed = buffers + sum(conversion.nbytes for conversion in plan.conversions)
+    if needed <= limit:
+        return plan
+    note = (
+        f"{needed:,} bytes of workspace are beyond the limit of {limit:,}: what the call cannot do without comes on top"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int | None:

@@ -40,9 +40,10 @@ class options(AbstractContextManager["Settings"]):
         The work is done in chunks that fit: first of samples, then of output pixels.  A method whose smallest
         chunk needs more is not chosen, and refused if it was named; on NumPy every method needs some.
         On CUDA an argument of another dtype than the one computed with is converted as a whole.  That copy counts,
-        but it is made even where it alone exceeds the limit; `explain` lists it.  On NumPy the same holds for a
-        weight: if its copy takes more than half of the limit, it comes on top of the limit, in part or as a whole.
-        So do the sums of one output of a weight's gradient, where they cannot be those of the result.
+        but it is made even where it alone exceeds the limit.  On NumPy the same holds for a weight: if its copy takes
+        more than half of the limit, it comes on top of the limit, in part or as a whole.  So do the sums of one output
+        of a weight's gradient, where they cannot be those of the result.  A note of `explain` says where a call passes
+        its limit.
     allow_tf32 : bool
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.

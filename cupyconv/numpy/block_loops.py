@@ -292,7 +292,8 @@ def largest_block(
             return block
         if pixels == smallest:
             least, known = nbytes - on_top, limit - on_top
-            raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {known:,}")
+            words = f"the smallest block needs {least:,} bytes of workspace, the limit is {known:,}"
+            raise NotApplicable(words, least)
         pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
 
 

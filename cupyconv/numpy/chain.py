@@ -22,7 +22,7 @@ from cupyconv.numpy.choice import long_loop
 from cupyconv.numpy.convolution import plan_conv
 from cupyconv.problem.arrays import Operand, dtype_from_name
 from cupyconv.problem.geometry import even_part, ranges_of
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
 #: How much longer tiles may take than layers whose images pass the limit on workspace.
@@ -65,7 +65,7 @@ def _fused(problem: ChainProblem) -> _Way:
     """Tiles that go through all layers."""
     loop, sizes, seconds = plan_fused(problem)
     samples, rows = loop.tile
-    reason = f"tiles of {samples} samples x {rows} rows go through all layers"
+    reason = f"tiles of {counted(samples, 'sample')} x {counted(rows, 'row')} go through all layers"
     return _Way(_planned(problem, "fused", reason, loop, sizes, seconds), seconds)
 
 
@@ -141,7 +141,8 @@ class LayersLoop(NumpyStep):
         return sum(times * loop.calls for times, loop in self._runs)
 
     def __str__(self) -> str:
-        lines = [f"loop     {len(self.problem.layers)} layers, {self.samples} sample(s) at a time, {self.times} times"]
+        layers, samples = counted(len(self.problem.layers), "layer"), counted(self.samples, "sample")
+        lines = [f"loop     {layers}, {samples} at a time, {counted(self.times, 'time')}"]
         lines += [f"  layer {i}: {step}" for i, plan in enumerate(self.plans[0]) for step in plan.steps]
         return "\n".join(lines)
 

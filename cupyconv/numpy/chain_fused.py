@@ -28,7 +28,7 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable
 
 #: Bytes of intermediate rows in a tile, at the most: about a core's cache.
@@ -100,8 +100,8 @@ class ChainLoop(NumpyStep):
     def __str__(self) -> str:
         samples, rows = self.tile
         lines = [
-            f"loop     {len(self.layers)} layers, tile by tile: {self.tiles_count} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
-            f" in {self.bands} band(s) on {self.threads} thread(s)"
+            f"loop     {len(self.layers)} layers, tile by tile: {counted(self.tiles_count, 'tile')} of {counted(samples, 'sample')}"
+            f" x {counted(rows, 'row')} (axis {'dhw'[self.axis]}) in {counted(self.bands, 'band')} on {counted(self.threads, 'thread')}"
         ]
         lines += [
             f"  layer {i}: {max(loops, key=lambda loop: loop.flops)}" for i, loops in enumerate(self.loops) if loops
@@ -351,7 +351,8 @@ def _held(layers: Sequence[ConvProblem], axis: int, samples: int, parts: Sequenc
 def _too_large(cut: ChainLoop, needed: int) -> NotApplicable:
     samples, rows = cut.tile
     return NotApplicable(
-        f"a tile of {samples} samples x {rows} rows needs {needed:,} bytes of workspace, the limit is {cut.problem.limit:,}"
+        f"a tile of {counted(samples, 'sample')} x {counted(rows, 'row')} needs {needed:,} bytes of workspace,"
+        f" the limit is {cut.problem.limit:,}"
     )
 
 

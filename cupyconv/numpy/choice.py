@@ -145,7 +145,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
     """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
-    refusal = "there is no way to do it"  # in words: an error has its frame, which would have the error
+    refusals: list[tuple[float, str]] = []  # in words: an error has its frame, which would have the error
     best: Draft | None = None
     while True:
         host = problem.host
@@ -156,7 +156,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 try:
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
-                    refusal = str(reason)
+                    refusals.append((reason.needed, str(reason)))
                     if host.most:
                         on_fewer[way] = 0.0  # its blocks may have room then
                     continue
@@ -172,7 +172,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         if best is not None and (host.threads <= 1 or not to_try):
             return best
         if host.threads <= 1:
-            raise NotApplicable(refusal)
+            raise NotApplicable.of_the_least(refusals or [(inf, "there is no way to do it")])
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 

@@ -36,6 +36,8 @@ from cupyconv.problem.problems import NotApplicable, TransposedProblem
 MOST_OUTPUTS = 16
 #: Most products, beside those that are needed.
 MOST_ZEROS = 2.5
+#: Why phases that are outputs of one convolution are not computed by transforms.
+NO_TRANSFORMS = "transforms do not write their results phase by phase"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     geometry = problem.geometry
     check_gathers(problem)
     if problem.method == "fft":
-        raise NotApplicable("its loops write phases apart")
+        raise NotApplicable(NO_TRANSFORMS)
     count = prod(map(min, geometry.stride, geometry.size))
     if not 1 < count <= MOST_OUTPUTS or not problem.outs:
         raise NotApplicable("it has one phase, or too many")
@@ -160,4 +162,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": nbytes, "blocks": max(plan.workspace_bytes for plan in plans)}
     reason = f"gathered, {count} phases as outputs, {largest.reason}"
-    return by_another(problem, largest, steps, sizes=sizes, reason=reason)
+    # The convolution within knows only that it was told not to.
+    why = {"fft": NO_TRANSFORMS} if problem.allow_fft else {}
+    rejected = tuple((method, why.get(method, said)) for method, said in largest.rejected)
+    return by_another(problem, largest, steps, sizes=sizes, reason=reason, rejected=rejected)

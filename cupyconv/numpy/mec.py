@@ -260,14 +260,14 @@ class MecRows(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         """Blocks of whole rows, or of a part of every row, which write no row of columns twice: those that take less."""
-        loops, refusal = [], ""
+        loops, refusals = [], []
         for fit in (super().fitted, cls._of_parts):
             try:
                 loops.append(fit(problem, fixed, limit))
             except NotApplicable as reason:
-                refusal = refusal or str(reason)
+                refusals.append((reason.needed, str(reason)))
         if not loops:
-            raise NotApplicable(refusal)
+            raise NotApplicable.of_the_least(refusals)
         return min(loops, key=attrgetter("seconds"))
 
     @classmethod
@@ -288,7 +288,7 @@ class MecRows(ConvLoop):
                 if needed <= limit:
                     return loop
             if is_least:
-                raise NotApplicable(problem.no_room("the smallest block", needed, limit))
+                raise problem.no_room("the smallest block", needed, limit)
             if rows == 1 or (part > 1 and part * prod(inner) > SMALLEST_BLOCK):
                 count = min(extent, 2 * count)
             else:

@@ -20,7 +20,7 @@ from cupyconv.numpy.recurrent_lone import lone_step
 from cupyconv.numpy.recurrent_weights import block_of_rows, in_blocks
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentProblem
 
 #: Why the other method is a GPU's.
@@ -96,11 +96,12 @@ class RecurrentStep(NumpyStep):
         samples, gates = min(self.samples, geometry.batch), geometry.gates * geometry.hidden
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
         apart = f"one input product {self.chunk * samples} x {geometry.inputs} x {gates}, then per step"
-        apart += f" {products} product(s) of the state and all gates"
+        apart += f" {counted(products, 'product')} of the state and all gates"
         joined = f"per step one product {gates} x {geometry.hidden + geometry.inputs} x {samples} of state and inputs, and all gates"
         return (
-            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
-            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): "
+            f"loop     {geometry.cell} in {self.dtype}, {counted(geometry.directions, 'direction')} of {counted(parts, 'part')}"
+            f" of {counted(self.samples, 'sample')} and {counted(chunks, 'chunk')} of {counted(self.chunk, 'step')}"
+            f" on {counted(self.threads, 'thread')}: "
             + (joined if self.joined else apart)
             + "; inputs ahead in another thread" * bool(self.ahead)
             + "; weights folded" * self.folded
@@ -173,7 +174,7 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             threads = at_once // 2
         else:
             least = limit - left + per_step
-            raise ValueError(problem.no_room("one step of one sample", least, limit))
+            raise problem.no_room("one step of one sample", least, limit)
     in_cache = CHUNK_BYTES * at_once // (per_step or 1)
     if ahead:
         in_cache = min(in_cache, chunk_ahead(problem))

@@ -24,7 +24,7 @@ from cupyconv.numpy.backend import NumpyStep
 from cupyconv.problem.activations import Activation, derivative_from_result
 from cupyconv.problem.arrays import ITEMSIZE, c_strides, dtype_from_name
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
@@ -65,8 +65,8 @@ class RecurrentGradientStep(NumpyStep):
         geometry, dtype = self.problem.geometry, self.problem.dtype
         runs = -(-geometry.steps // max(1, self.run_steps))
         return (
-            f"loop     back through {geometry.cell} in {dtype}, {geometry.directions} direction(s) of {runs} run(s)"
-            f" of {self.run_steps} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
+            f"loop     back through {geometry.cell} in {dtype}, {counted(geometry.directions, 'direction')} of {counted(runs, 'run')}"
+            f" of {counted(self.run_steps, 'step')} x {counted(self.samples, 'sample')}: derivatives, then each step's product, then products of all"
         )
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, 
             break
         if samples <= 1:
             least = limit - left + per_step
-            raise ValueError(problem.no_room("one step of one sample", least, limit))
+            raise problem.no_room("one step of one sample", least, limit)
         samples = even_part(geometry.batch, samples // 2)
     run_steps = even_part(geometry.steps, run_steps)
     sizes["run of steps"] = run_steps * per_step

@@ -48,8 +48,8 @@ from cupyconv.numpy.windows import (
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
-from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, TransposedProblem
+from cupyconv.problem.plan import Plan, counted
+from cupyconv.problem.problems import TransposedProblem
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32
@@ -162,8 +162,8 @@ class ScatteredLoop(BlockLoop):
         samples, *run = self.block
         sums = "the results" if self.in_place else self.sums_dtype
         return (
-            f"loop     {self.name}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
-            f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
+            f"loop     {self.name}, sums in {sums}: {counted(self.blocks, 'block')} of {counted(samples, 'sample')}"
+            f" x {counted(self.channels, 'channel')}, runs of {' x '.join(map(str, run))} (d, h, w), on {counted(self.threads, 'thread')}"
         )
 
     @property
@@ -204,7 +204,7 @@ class ScatteredLoop(BlockLoop):
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
-        raise NotApplicable(problem.no_room("the smallest block", least, limit))
+        raise problem.no_room("the smallest block", least, limit)
 
     @classmethod
     def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:

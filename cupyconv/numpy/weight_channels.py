@@ -31,7 +31,7 @@ from cupyconv.numpy.windows import Blocks, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
+from cupyconv.problem.problems import WeightGradientProblem
 
 #: Pixels of a product, about, and of one that BLAS divides; and of a sample from which its gradient is read where it lies.
 PIXELS, DIVIDED, LONE_SAMPLE = 1536, 1024, 768
@@ -72,7 +72,7 @@ class GradientChannels(PixelLoop):
                 sizes = {"grad": loop.copied_bytes, "blocks": loop.threads * loop.workspace}
                 return [loop] if problem.out.nbytes else [], sizes
             least = min(least or needed, needed)
-        raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {problem.limit:,}")
+        raise problem.no_room("the smallest block", least, problem.limit)
 
     @classmethod
     def _to_try(cls, problem: WeightGradientProblem) -> Iterator[Self]:

@@ -34,6 +34,7 @@ import numpy as np
 from cupyconv.numpy.backend import Scratch, lines_apart
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
 from cupyconv.problem.kept import LARGEST, Cache
+from cupyconv.problem.plan import counted
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -611,4 +612,4 @@ def whole_and_rest(width: int, part: int) -> list[tuple[int, int, int]]:
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
     """How a loop is cut, in words."""
-    return f"{blocks} block(s) of {' x '.join(map(str, block))} ({axes}) on {threads} thread(s)"
+    return f"{counted(blocks, 'block')} of {' x '.join(map(str, block))} ({axes}) on {counted(threads, 'thread')}"

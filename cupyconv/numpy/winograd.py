@@ -122,7 +122,7 @@ class TiledLoop(PixelLoop):
             if needed <= limit:
                 return loop
             if most == 1:
-                raise NotApplicable(problem.no_room("the smallest block", needed, limit))
+                raise problem.no_room("the smallest block", needed, limit)
             room = max(0, limit - fixed)
             most = max(1, min(most - 1, most * room // (needed - fixed)))
 

@@ -488,6 +488,11 @@ def _rounds(kinds: list[int], at: int) -> tuple[int, int]:
     return 1, 1
 
 
+def counted(number: int, thing: str) -> str:
+    """So many of a thing whose plural ends in "s", in words."""
+    return f"{number:,} {thing}" + "s" * (number != 1)
+
+
 def _bytes(n: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= size:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
+from operator import itemgetter
 from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand, is_complex, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
+from cupyconv.problem.plan import Buffer, Conversion, Plan, Step, counted
 
 #: What ``method=`` may name for a convolution, its transpose and its gradients.  Not every backend has each of them.
 METHODS = ("direct", "gemm", "implicit_gemm", "winograd", "fft")
@@ -30,7 +32,7 @@ class HostModel:
     most: int = 0
 
     def __str__(self) -> str:
-        return f"{self.threads} thread" + "s" * (self.threads > 1)
+        return counted(self.threads, "thread")
 
 
 Machine = HostModel | GpuModel
@@ -42,7 +44,17 @@ DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
 
 class NotApplicable(ValueError):
-    """A method cannot do this problem; the message says why."""
+    """A method cannot do this problem; the message says why, and `needed` how many bytes of workspace would do, if any would."""
+
+    def __init__(self, why: str, needed: float = inf) -> None:
+        super().__init__(why)
+        self.needed = needed
+
+    @classmethod
+    def of_the_least(cls, refusals: Iterable[tuple[float, str]]) -> NotApplicable:
+        """The reason of several ways, each given by the bytes that it needs and its words: that of the one that needs least."""
+        needed, why = min(refusals, key=itemgetter(0))
+        return cls(why, needed)
 
 
 class UnlikeItsModel(RuntimeError):
@@ -116,11 +128,12 @@ class Problem:
         """
         return max(self.limit, min(self.limit, weights) + weights)
 
-    def no_room(self, what: str, needed: int, room: int) -> str:
+    def no_room(self, what: str, needed: int, room: int) -> NotApplicable:
         """Why `what` is not done, which needs more bytes than there is room for: in bytes of the limit that the caller knows,
         without what `limit_with` has put on top of it.
         """
-        return f"{what} needs {needed - (room - self.limit):,} bytes of workspace, the limit is {self.limit:,}"
+        least = needed - (room - self.limit)
+        return NotApplicable(f"{what} needs {least:,} bytes of workspace, the limit is {self.limit:,}", least)
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
@@ -298,7 +311,7 @@ class ChainProblem(Problem):
     @property
     def title(self) -> str:
         layers = "".join(f"\n  layer {i}   {layer.geometry}" for i, layer in enumerate(self.layers))
-        return f"chain of {len(self.layers)} convolutions{layers}"
+        return f"chain of {counted(len(self.layers), 'convolution')}{layers}"
 
     @property
     def result(self) -> str:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import Operand
+from cupyconv.problem.plan import counted
 from cupyconv.problem.problems import Problem
 
 RECURRENT_METHODS = ("step", "persistent")
@@ -95,7 +96,7 @@ class RecurrentGeometry:
         return self.gates + (1 if apart else 0) + (3 if peephole else 0)
 
     def __str__(self) -> str:
-        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {self.steps} steps x {self.batch}"
+        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {counted(self.steps, 'step')} x {self.batch}"
 
     @cached_property
     def products(self) -> int:

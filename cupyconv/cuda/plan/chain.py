@@ -24,7 +24,7 @@ from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan, Step, counted
 from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
 Layers = tuple[ConvProblem, ...]
@@ -198,7 +198,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
-    cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
+    cut = f", {-(-batch // chunk)} chunks of {counted(chunk, 'sample')}" if chunk < batch else ""
     notes = joined.notes + tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
     for part in parts:
         if part.count == 2:
@@ -216,7 +216,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         method="fused" if any(part.count == 2 for part in parts) else "unfused",
         steps=relocated(joined.steps, places),
         workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
-        reason=f"layers {words}{cut}",
+        reason=f"layer{'s' * (len(layers) > 1)} {words}{cut}",
         notes=notes,
     )
 

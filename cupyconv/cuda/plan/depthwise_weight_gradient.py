@@ -17,7 +17,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex
-from cupyconv.problem.plan import Address, Buffer, KernelLaunch
+from cupyconv.problem.plan import Address, Buffer, KernelLaunch, counted
 from cupyconv.problem.problems import WeightGradientProblem
 
 #: Square kernels, with their stride along h, that depthwise_weight_gradient.cu is compiled for.
@@ -71,4 +71,4 @@ def draft_depthwise_gradient(problem: WeightGradientProblem) -> Draft | None:
         return Draft("direct", (launch,), reason="depthwise kernel")
     finish = finish_weight(out, Sums(sums, dtype, (geometry.taps, geometry.taps, 1), planes=parts, plane=part))
     workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
-    return Draft("direct", (launch, finish), workspace, f"depthwise kernel, {parts} part(s) of the sum")
+    return Draft("direct", (launch, finish), workspace, f"depthwise kernel, {counted(parts, 'part')} of the sum")

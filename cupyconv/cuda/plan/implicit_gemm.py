@@ -55,7 +55,7 @@ from cupyconv.cuda.plan.packed_weight import (
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.padding import PADDING_MODES
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step, counted
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
@@ -207,7 +207,7 @@ def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) 
     workspace: dict[str, Buffer] = {}
     for buffer in (buffer for draft in drafts for buffer in draft.workspace):
         workspace[buffer.name] = max(buffer, workspace.get(buffer.name, buffer), key=lambda each: each.nbytes)
-    reason = f"{drafts[0].reason}, {way.samples} samples at a time"
+    reason = f"{drafts[0].reason}, {counted(way.samples, 'sample')} at a time"
     return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 

@@ -36,7 +36,7 @@ from cupyconv.cuda.plan.occupancy import BUSY_THREADS
 from cupyconv.cuda.plan.packed_weight import SLAB_BYTES, runs_are_chunks
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step, counted
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, WeightGradientProblem
 
 #: Rows and columns of a tile -> threads that work on it, and K-slabs in flight, of kernels/implicit_weight_gradient.cu.
@@ -178,7 +178,7 @@ def _draft(
         finish = finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane))
         steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # those of zeros lie between the others
         workspace.append(buffer)
-    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {parts} part(s) of the sum"
+    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {counted(parts, 'part')} of the sum"
     words += ", the inputs moved first" if moves else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
 

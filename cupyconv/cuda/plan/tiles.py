@@ -38,7 +38,7 @@ from cupyconv.cuda.plan.matrices import MAX_BATCH, MAX_DIMENSION, compute_type
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import Triple, Windows, even_part, ranges_of
 from cupyconv.problem.padding import PADDING_MODES
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Step, Transform
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Step, Transform, counted
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Prologue
 from cupyconv.problem.transforms import ERRORS, Shared, no_room, share_problem, share_sizes, transformed_axes
 
@@ -92,7 +92,7 @@ class Tiling:
         how = "a matrix product for each frequency" if self.interleaved else "products of spectra"
         again = self.again if self.computes_again else self.not_again
         notes = f"what is not finite {again}", "cuFFT's own memory, an estimate until it has run, stays with the stream"
-        reason = f"{how}; {self.units:,} tile(s) of {shown}{chunks}; {ERRORS}"
+        reason = f"{how}; {counted(self.units, 'tile')} of {shown}{chunks}; {ERRORS}"
         return Draft("fft", tuple(steps), self.workspace(part), reason, notes, cost.TRANSFORMS_DOUBT)
 
     # What a problem has of its own.

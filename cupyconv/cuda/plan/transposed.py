@@ -54,7 +54,7 @@ from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import MAX_PHASES, MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_PHASES, MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step, counted
 from cupyconv.problem.polyphase import (
     AxisPhase,
     exchanged_shape,
@@ -168,7 +168,7 @@ def _as_convolutions(method: str, problem: TransposedProblem, weight: Operand) -
     """Ordinary convolutions of x with the exchanged `weight`, each of which is a part of a result."""
     drafts = [draft_conv(method, part) for part in _convolutions(problem, weight)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
-    return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+    return in_sequence(method, drafts, f"{counted(len(drafts), 'convolution')} with x: {kinds}")
 
 
 def _convolutions(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
@@ -245,7 +245,9 @@ def _draft_implicit_gemm(method: str, problem: TransposedProblem, weight: Operan
         for first in range(0, len(phases), MAX_PHASES):
             drafts.append(_side_by_side(problem, problem.outs[i // len(phases)], of_result[first : first + MAX_PHASES]))
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
-    return in_sequence("implicit_gemm", drafts, f"{len(parts)} convolutions with x in {len(drafts)} grid(s): {kinds}")
+    return in_sequence(
+        "implicit_gemm", drafts, f"{len(parts)} convolutions with x in {counted(len(drafts), 'grid')}: {kinds}"
+    )
 
 
 def _side_by_side(
@@ -385,7 +387,11 @@ class _GemmPlanner(ProductsPlanner):
 
         steps = [*self.weight_steps, *chunk_steps(geometry, self.samples, geometry.pixels, steps_of)]
         count = chunk_count(geometry, self.samples, geometry.pixels) * pieces * (geometry.in_channels // whole)
-        cut = f", {count:,} chunks of {self.samples} samples x {self.channels} channels" if count > 1 else ""
+        cut = (
+            f", {count:,} chunks of {counted(self.samples, 'sample')} x {counted(self.channels, 'channel')}"
+            if count > 1
+            else ""
+        )
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
 
     # Workspace.

@@ -65,7 +65,7 @@ from cupyconv.cuda.plan.matrices import (
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step, counted
 from cupyconv.problem.problems import (
     NO_SUCH_METHOD,
     NotApplicable,
@@ -137,7 +137,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
         return Draft("direct", (launch,), reason="one kernel, no columns")
     sums = Sums(at, dtype, (geometry.reduction, geometry.taps, 1), planes=parts, plane=part)
     workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
-    reason = f"one kernel, no columns, {parts} part(s) of the sum"
+    reason = f"one kernel, no columns, {counted(parts, 'part')} of the sum"
     return Draft("direct", (launch, finish_weight(problem.out, sums)), workspace, reason)
 
 
@@ -233,7 +233,7 @@ class _Planner:
         cut = (
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
         )
-        how = f"one batched GEMM on {columns}, {self.parts} part(s) of the sum, {cut}"
+        how = f"one batched GEMM on {columns}, {counted(self.parts, 'part')} of the sum, {cut}"
         if self.chunks > 1:
             how += f", {self.chunks:,} chunks of {self.samples} x {self.pixels} pixels"
         return Draft("gemm", tuple(steps), self._workspace(), how)
