@@ -99,6 +99,7 @@ def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...],
     layers, concatenating, merged = zip(*(map(float, row) for row in rows))
     assert layers == (4, 8, 16, 32)
     assert concatenating[3] > 3 * concatenating[2]
+    assert list(merged) == sorted(merged), "what a first call imports was counted"
     assert merged[3] < 2 * merged[2] < 4 * merged[1]
     assert merged[3] < concatenating[3] / 4
     (difference,) = re.findall(r"largest relative difference of a result: (\S+)", printed)
