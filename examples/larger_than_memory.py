@@ -1,6 +1,6 @@
 """Filter a Zarr volume that is larger than a worker's memory into another, with Dask.
 
-python examples/larger_than_memory.py            on NumPy
+python examples/larger_than_memory.py            on NumPy; it needs Dask and Zarr: pip install '.[dask]'
 python examples/larger_than_memory.py --cupy     on GPUs, one worker each, where dask-cuda is installed
 """
 
