@@ -94,12 +94,12 @@ def test_the_arguments_stay_as_they_are(target):
         np.testing.assert_array_equal(target.to_host(array), arguments[name])
 
 
-def test_a_variance_of_zero_without_eps_is_infinite_and_quiet(target):
-    """As the definition has it; NumPy's warnings are silenced in every call."""
+def test_a_variance_of_zero_without_eps_is_infinite_and_quiet_on_cuda(cuda_target):
+    """As the definition has it: to refuse it would wait for the GPU."""
     one = np.ones(1)
-    arguments = moved(target, dict(weight=np.ones((1, 1, 1)), bias=None, mean=0 * one, var=0 * one))
+    arguments = moved(cuda_target, dict(weight=np.ones((1, 1, 1)), bias=None, mean=0 * one, var=0 * one))
     weight, bias = cupyconv.fold_batchnorm(**arguments, eps=0)
-    assert np.isposinf(target.to_host(weight)).all() and np.isnan(target.to_host(bias)).all()
+    assert np.isposinf(cuda_target.to_host(weight)).all() and np.isnan(cuda_target.to_host(bias)).all()
 
 
 VALID: dict[str, Any] = dict(
@@ -151,7 +151,22 @@ def test_one_library(cuda_target):
         cupyconv.fold_batchnorm(**arguments)
 
 
-def test_a_variance_below_zero_is_refused():
-    one = np.ones(2)
-    with pytest.raises(ValueError, match="var must not be below -eps, -1e-05, given -3"):
-        cupyconv.fold_batchnorm(np.ones((2, 3, 1)), None, mean=one, var=np.array([1.0, -3.0]))
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("var, eps, said", [(-3.0, 1e-5, "-1e-05, given -3"), (0.0, 0, "0, given 0"),
+                                           (-0.25, 0.25, "-0.25, given -0.25")])  # fmt: skip
+def test_a_variance_without_a_root_to_divide_by_is_refused(var, eps, said, dtype):
+    """Of exactly -eps too: it gave infinities."""
+    one = np.ones(2, dtype)
+    with pytest.raises(ValueError, match=f"var must be above -eps, {said}"):
+        cupyconv.fold_batchnorm(np.ones((2, 3, 1), dtype), None, mean=one, var=np.array([1, var], dtype), eps=eps)
+
+
+def test_a_variance_that_rounding_makes_minus_eps_is_refused():
+    """float32(-1e-5) is above -1e-5, and their sum in float32 is 0."""
+    one = np.ones(1, np.float32)
+    with pytest.raises(ValueError, match="var must be above -eps"):
+        cupyconv.fold_batchnorm(np.ones((1, 1, 1), np.float32), None, mean=one, var=np.float32(-1e-5) * one, eps=1e-5)
+    weight, _ = cupyconv.fold_batchnorm(
+        np.ones((1, 1, 1)), None, mean=np.ones(1), var=np.array([-1e-5 + 1e-15]), eps=1e-5
+    )
+    assert np.isfinite(weight).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -68,6 +69,32 @@ def test_a_picture_that_cannot_be_written_fails_nothing(tmp_path, capsys):
     file.write_text("")
     assert main(["demo", "--small", "--output", str(file)]) == 0
     assert "picture not written: Not a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (OSError("encoder error"), "encoder error"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_nobody_may_write_to_fails_nothing(error, said, tmp_path, capsys, monkeypatch):
+    """What the system says of it; a folder's mode says nothing to root, who may run this."""
+    opened = open
+
+    def refuse(file, mode="r", *rest, **settings):
+        if Path(str(file)).parent == tmp_path and set(mode) & set("wax+"):
+            raise error
+        return opened(file, mode, *rest, **settings)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.open", refuse)
+    assert main(["demo", "--small"]) == 0
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert f"picture not written: {said}" in " ".join(printed.split()) and "checks passed" in printed
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_matplotlib_the_picture_is_skipped_and_nothing_fails(capsys, monkeypatch):

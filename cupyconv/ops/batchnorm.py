@@ -51,8 +51,8 @@ def fold_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        For foreign or mixed arrays, shapes that do not fit and, on NumPy, a variance below ``-eps``, which has no root.
-        On CUDA the results are NaN there: to look at the numbers would wait for the GPU.
+        For foreign or mixed arrays, shapes that do not fit and, on NumPy, a variance of ``-eps`` or below, by whose root
+        nothing can be divided.  On CUDA the results are infinite or NaN there: to look at the numbers would wait for the GPU.
 
     Notes
     -----
@@ -72,9 +72,9 @@ def fold_batchnorm(
     required = {"weight": weight, "mean": mean, "var": var}
     optional = {"bias": bias, "gamma": gamma, "beta": beta}
     arrays = {**required, **{name: vector for name, vector in optional.items() if vector is not None}}
-    plain = backend_for(arrays).plain
-    weight, mean, var = (plain(array) for array in required.values())
-    bias, gamma, beta = (None if vector is None else plain(vector) for vector in optional.values())
+    backend = backend_for(arrays)
+    weight, mean, var = (backend.plain(array) for array in required.values())
+    bias, gamma, beta = (None if vector is None else backend.plain(vector) for vector in optional.values())
     for name, array in arrays.items():
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c" and weight.dtype.kind != "c":
@@ -91,12 +91,14 @@ def fold_batchnorm(
         if name != "weight" and tuple(vector.shape) != (outputs,):
             raise ValueError(f"{name} has shape {tuple(vector.shape)}, needed ({outputs},)")
 
-    if isinstance(var, np.ndarray) and (var.real < -epsilon).any():
-        raise ValueError(f"var must not be below -eps, {-epsilon:g}, given {var.real.min():g}")
-
     dtype = dtype_from_name(accumulator(dtype_name(weight.dtype)))
     with np.errstate(all="ignore"):
-        scale = (var.astype(dtype) + dtype.type(epsilon)) ** -0.5
+        squared = var.astype(dtype) + dtype.type(epsilon)
+    if backend.name == "numpy" and (squared.real <= 0).any():
+        raise ValueError(f"var must be above -eps, {0 - epsilon:g}, given {var.real.min():g}")
+
+    with np.errstate(all="ignore"):
+        scale = squared**-0.5
         scale = scale if gamma is None else scale * gamma.astype(dtype)
         shift = -mean.astype(dtype) if bias is None else bias.astype(dtype) - mean.astype(dtype)
         shift = shift * scale if beta is None else shift * scale + beta.astype(dtype)
