@@ -1,4 +1,7 @@
-"""The tool that changes modules: which changes it makes, and which of them are asked for.  Not what becomes of them."""
+"""The tool that changes modules: which changes it makes, which of them are asked for, and how one takes its place.
+
+Not what becomes of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import mutation
 import pytest
@@ -34,7 +38,16 @@ class Pair:
 
     def double(self) -> int:
         return 2 * self.size
+
+
+class Triple(Pair):
+    def double(self) -> int:
+        return super().double() + self.size
 '''
+
+
+#: The line of it that needs to know its class.
+SUPER = "return super().double() + self.size"
 
 
 @pytest.fixture
@@ -85,6 +98,20 @@ def test_kinds_are_those_asked_for_and_no_others(mutants):
     assert {*every} == {*mutants} and count == len(mutants)
     with pytest.raises(SystemExit):
         mutation.options(["module.py", "--kinds", "conditions"])
+
+
+def test_a_method_without_its_super_takes_the_place_of_the_one_with_it(mutants, monkeypatch):
+    """It was not put there, for it asks for no class to begin from, and this error was taken for a test that failed."""
+    module = ModuleType("module")
+    module.__file__ = str(mutation.ROOT / "module.py")
+    monkeypatch.setitem(sys.modules, "module", module)
+    exec(compile(SOURCE, module.__file__, "exec"), vars(module))
+    whole = module.Triple.double
+    monkeypatch.setattr(mutation, "functions_of_package", lambda: {module.__file__: [whole]})
+    (without,) = [mutant for mutant in mutants if changed(mutant) == (SUPER, "return None")]
+    assert module.Triple().double() == 12
+    without.install()
+    assert module.Triple().double() is None and module.Triple.double is whole and module.Pair().double() == 8
 
 
 def test_a_sample_is_of_the_kinds_asked_for(mutants):
