@@ -23,7 +23,9 @@ from cupyconv.call.explain import checked_call
 from cupyconv.numpy import chain, chain_fused
 from cupyconv.numpy.backend import NumpyBackend, Scratch
 from cupyconv.numpy.chain import LayersLoop, _unfused
-from cupyconv.numpy.chain_fused import ChainLoop, Fused, _by_price, _Draft, _draft, _tile_sizes, axis_of, plan_fused
+from cupyconv.numpy.chain_fused import (
+    ChainLoop, Fused, _by_price, _Draft, _draft, _planned, _tile_sizes, axis_of, plan_fused,
+)  # fmt: skip
 from cupyconv.numpy.convolution import ConvLoop
 from cupyconv.problem.geometry import ranges_of
 from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable
@@ -210,6 +212,48 @@ def test_memory_that_layers_share_is_counted(of, tile_bytes, monkeypatch):
         cupyconv.conv_chain(x, layers, fuse=True)
     held = sum(buffer.nbytes for buffer in plan.workspace if buffer.name.startswith("layer"))
     assert 0 < sum(sum(each.sizes.values()) for each in made) <= plan.workspace_bytes - held
+
+
+@pytest.mark.parametrize(
+    ("of", "share"),
+    [
+        ("a tile of one, columns of another", 0.9),
+        ("columns of one, products of another", 0.31),
+        ("matrices of one, products of another", 0.375),
+    ],
+)
+def test_no_more_is_spared_than_layers_cannot_share(of, share, tile_bytes):
+    """The tiles that are tried first have room then, as they had not with parts as large as may be."""
+    size, dtype, limit, tile, shapes = SHARING[of]
+    tile_bytes(tile)
+    layers = [
+        ConvLayer(array(outputs, channels, *kernel, dtype=dtype), padding=tuple(n // 2 for n in kernel), groups=groups)
+        for outputs, channels, kernel, groups in shapes
+    ]
+    problem: Any = checked_call(cupyconv.conv_chain, array(*size, dtype=dtype), layers).problem
+    fitting = []
+    for percent in range(95, 105):
+        within = replace(on(problem, HostModel(1)), workspace_limit=int(limit * share * percent / 100))
+        draft = _draft(within, next(_tile_sizes(within, 1)), 1)
+        try:
+            fitting.append(sum(_planned(within, draft).sizes.values()) / within.limit)
+        except NotApplicable as refusal:
+            assert needed_of(refusal) > within.limit
+    assert len(fitting) >= 3 and 0.5 < min(fitting) and max(fitting) <= 1, fitting
+
+
+def needed_of(refusal: ValueError) -> int:
+    return int(str(refusal).rpartition("needs ")[2].partition(" bytes")[0].replace(",", ""))
+
+
+def test_tiles_have_room_where_there_is_just_what_they_take():
+    """Of layers that need nothing beside their images nothing is spared."""
+    x, layers = array(2, 8, 64, 64), [ConvLayer(array(8, 8, 1, 1))] * 2
+    with cupyconv.options(threads=1, workspace_limit=1), pytest.raises(ValueError, match="needs") as refusal:
+        cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True)
+    needed = needed_of(refusal.value)
+    with cupyconv.options(threads=1, workspace_limit=needed):
+        assert cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True).workspace_bytes <= needed
 
 
 def test_images_beyond_the_limit_are_said_of_layers_that_need_nothing_else():
