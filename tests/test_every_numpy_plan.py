@@ -775,7 +775,7 @@ def test_runs_are_of_as_few_groups_as_there_is_room_for():
     assert limits[1] < 4 * limits[0]
 
 
-@pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels])
+@pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels, transposed.ScatteredColumns])
 def test_indices_of_a_border_count_as_what_they_take(way):
     """Eight bytes for each element of a row that is read; elements that are no indices take the same."""
     x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
@@ -785,10 +785,12 @@ def test_indices_of_a_border_count_as_what_they_take(way):
         if way is GradientChannels:
             of_weight = array(1, 1, 37_999), array(1, 2, 20_000), 2
             problem = checked_call(cupyconv.conv_grad_weight, *of_weight, **border).problem
+        if way is transposed.ScatteredColumns:
+            problem = checked_call(cupyconv.conv_grad_input, array(1, 1, 37_999), weight, x.shape, **border).problem
         plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), way)
         assert plan
         (loop,) = loops_of(plan)
-        assert isinstance(loop, PixelLoop)
+        assert isinstance(loop, (PixelLoop, ScatteredLoop))
         sizes[mode] = plan.workspace_bytes / loop.block[3]
     assert 8 <= sizes["wrap"] - sizes["constant"] <= 64
 
