@@ -9,6 +9,7 @@ from itertools import islice
 from math import prod
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from cupyconv.numpy.windows import (
     Block,
     Blocks,
     Images,
+    _together,
     add,
     added_together,
     copy,
@@ -260,7 +262,10 @@ def test_to_add_is_the_adjoint_of_reading(seed):
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
 def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
-    """At corners of three wide borders too, where what is brought together along one axis is again along the next."""
+    """Of a part of a border as of all.
+
+    At corners of three wide borders too, where what is brought together along one axis is again along the next.
+    """
     random, one = Random(seed), (1, 1, 1)
     mode = random.choice([mode for mode in PADDING_MODES if mode != "constant"])
     size, steps = (tuple(random.choice(of) for _ in range(3)) for of in ((1, 2, 5, 9, 20), (1, 1, 2, 4)))
@@ -271,12 +276,30 @@ def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
         padding_mode=mode, rank=3, out_channels=1, groups=1,
     )  # fmt: skip
     assume(prod(geometry.out_size) < 10_000)
-    image, values = (np.ones((64, *extents), np.float32) for extents in (size, geometry.out_size))
-    most_bytes, python_objects = values[:, 0, 0, 0].nbytes * added_together(geometry, geometry.out_size, steps), 5_000
-    (regions,) = tap_regions(geometry, tuple(map(range, geometry.out_size)))
+    block = tuple(random.choice((range(n), a_part(random, n))) for n in geometry.out_size)
+    extents = tuple(map(len, block))
+    image, values = (np.ones((64, *shape), np.float32) for shape in (size, extents))
+    most, python_objects = added_together(geometry, extents, steps), 5_000
+    together: list[int] = []
+
+    def counted(*of: Any) -> np.ndarray:
+        result = _together(*of)
+        together.append(result[0].size)
+        return result
+
+    (regions,) = tap_regions(geometry, block)
     for at, elements in regions:
         own: Any = (..., *at)
-        assert peak_bytes(partial(add, image, elements, values[own])) <= most_bytes + python_objects
+        run = partial(add, image, elements, values[own])
+        assert peak_bytes(run) <= values[:, 0, 0, 0].nbytes * most + python_objects
+        with mock.patch.object(windows, "_together", counted):
+            run()
+    assert max(together, default=0) <= most
+
+
+def a_part(random: Random, count: int) -> range:
+    begin = random.randrange(count)
+    return range(begin, random.randint(begin + 1, count))
 
 
 @pytest.mark.parametrize("side", [32, 16, 31])
