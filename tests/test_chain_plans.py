@@ -24,8 +24,16 @@ from cupyconv.numpy import chain, chain_fused
 from cupyconv.numpy.backend import NumpyBackend, Scratch
 from cupyconv.numpy.chain import LayersLoop, _unfused
 from cupyconv.numpy.chain_fused import (
-    ChainLoop, Fused, _by_price, _Draft, _draft, _planned, _tile_sizes, axis_of, plan_fused,
-)  # fmt: skip
+    ChainLoop,
+    Fused,
+    _by_price,
+    _Draft,
+    _draft,
+    _planned,
+    _tile_sizes,
+    axis_of,
+    plan_fused,
+)
 from cupyconv.numpy.convolution import ConvLoop
 from cupyconv.problem.geometry import ranges_of
 from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable

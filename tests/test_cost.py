@@ -273,6 +273,25 @@ def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, cha
         assert price / 40 < bound(problem) <= price, method
 
 
+def test_tiles_are_transformed_along_the_axes_of_several_taps():
+    """The next axis has less to write than the one before, which left out what tiles share."""
+    rows = (1e3, 1e3, 1e3)
+    none, one, two, three = (
+        cost.transformed(1e6, rows, kernel) for kernel in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
+    )
+    assert none == 0 < three - two < two - one < one
+
+    def least(*kernel: int, **more: bool) -> float:
+        with cupyconv.options(threads=1):
+            problem: Any = checked_call(conv, zeros(9, 16, 200, 200), zeros(16, 16, *kernel)).problem
+        return cost.least_winograd(replace(problem, **more))
+
+    assert least(3, 3, weight_is_constant=True) < least(3, 3)
+    # Of fewer taps a tile has more windows, but as many products.
+    for kernel, larger in (((2, 2), (3, 3)), ((1, 2), (1, 3))):
+        assert least(*kernel) < least(*larger) < 2 * least(*kernel)
+
+
 def test_transforms_of_few_products_are_taken_where_they_are_named():
     """They round more, and what they save of so little is nothing."""
     x, weight = zeros(1, 1, 40, 40), zeros(1, 1, 15, 15)

@@ -281,7 +281,9 @@ def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fres
     for batch, out in product((1, 3), (None, np.empty((5, 8, 3, 3), dtype).swapaxes(0, 1))):
         grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
 
-        def taken(limit, grad=grad, x=x, out=out):
+        in_two: list[bool] = []
+
+        def taken(limit, grad=grad, x=x, out=out, in_two=in_two):
             try:
                 plan = explained(grad, x, 3, limit=limit, padding=1, method="gemm", out=out, on="sm_90")
             except ValueError:
@@ -290,7 +292,6 @@ def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fres
             in_two.append("2 chunks" in plan.reason)
             return plan.workspace_bytes
 
-        in_two: list[bool] = []
         limit, sizes = 1 << 30, 0
         while size := taken(limit):
             assert way != (False, 1) or size == taken(size + 2 * Plan.ALIGNMENT)
