@@ -775,6 +775,15 @@ def test_runs_are_of_as_few_groups_as_there_is_room_for():
     assert limits[1] < 4 * limits[0]
 
 
+def test_at_the_least_channels_are_taken_one_by_one():
+    """One row of the gradient too is more than what is aimed at then."""
+    grad, x = array(1, 8, 4, 2000), array(1, 64, 6, 2002)
+    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3)).problem
+    _, plan = least_limit(replace(problem, machine=HostModel(1)), GradientChannels)
+    (loop,) = plan.steps
+    assert isinstance(loop, GradientChannels) and loop.channels == 1
+
+
 @pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels, transposed.ScatteredColumns])
 def test_indices_of_a_border_count_as_what_they_take(way):
     """Eight bytes for each element of a row that is read; elements that are no indices take the same."""

@@ -16,6 +16,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.numpy import interleaved, transposed, weight_channels, weight_gradient, weight_sums
 from cupyconv.numpy.backend import kept_scratch
+from cupyconv.numpy.convolution import CACHE_BLOCK
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
@@ -219,6 +220,19 @@ def test_a_tall_product_is_written_where_the_result_lies(shape, kernel, window, 
         assert limit or [step.in_place for step in plan.steps] == [is_result], plan
         assert limit is None or plan.workspace_bytes <= limit
         assert_exact(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("channels, side, kernel", [(512, 30, 3), (300, 50, 5), (4096, 36, 1)])
+def test_columns_of_a_tall_product_stay_in_cache(channels, side, kernel, fresh, monkeypatch):
+    """As many of them as do."""
+    only(monkeypatch, GradientChannels)
+    monkeypatch.setattr(weight_gradient, "plan_exchanged", refused)
+    x, grad = np.zeros((1, channels, side, side), np.float32), np.zeros((1, 4096, side // 2, side // 2), np.float32)
+    with cupyconv.options(threads=1):
+        settings = dict(stride=2, padding=kernel // 2, method="gemm")
+        (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **settings).steps
+    columns = loop.channels * kernel**2 * (side // 2) ** 2 * x.itemsize
+    assert loop.in_place and loop.shares > 1 and CACHE_BLOCK < columns <= 2 * CACHE_BLOCK
 
 
 def test_threads_have_as_many_channels_of_a_tall_product(fresh):
