@@ -460,6 +460,23 @@ def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh,
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (7, 7)), "float32")
 
 
+def test_memory_that_gradients_keep_is_a_part_of_the_budget(fresh):
+    """The rest is for others, who may have taken of this part too."""
+    cupyconv.clear_caches()
+    dtype, most = np.dtype("float32"), weight_sums.KEPT_BLOCKS
+
+    def is_kept(nbytes: int) -> bool:
+        return weight_sums.memory_of_run(dtype, nbytes, 1) is kept_scratch(dtype)
+
+    assert is_kept(most) and not is_kept(most + 1)
+    others = kept.BUDGET - most - kept.spent() - 1000
+    assert others > most and kept.reserve(others)
+    try:
+        assert is_kept(1000) and not is_kept(1001)
+    finally:
+        kept.release(others)
+
+
 def test_phases_of_an_image_that_is_not_finite_take_no_more():
     """What has no zeros between the taps is planned within the memory of the phases."""
     x, weight = np.ones((1, 5, 33, 45), np.float32), np.ones((5, 9, 3, 14), np.float32)

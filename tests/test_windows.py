@@ -21,12 +21,15 @@ from strategies import PADDING_MODES, share_of_examples
 from cupyconv.numpy import windows
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.windows import (
+    INDEX_ARRAYS,
+    INDEX_BYTES,
     Block,
     Blocks,
     Images,
     _together,
     add,
     added_together,
+    axis_segments,
     copy,
     phase_reach,
     phase_regions,
@@ -295,6 +298,13 @@ def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
         with mock.patch.object(windows, "_together", counted):
             run()
     assert max(together, default=0) <= most
+
+
+@pytest.mark.parametrize("mode", [mode for mode in PADDING_MODES if mode != "constant"])
+def test_a_border_takes_no_more_index_arrays_than_is_said(mode):
+    count = 50_000
+    border = partial(axis_segments, range(count), count + 1, 1, -count, mode)
+    assert peak_bytes(border) <= INDEX_ARRAYS * INDEX_BYTES * count + 5_000
 
 
 def a_part(random: Random, count: int) -> range:
