@@ -290,6 +290,11 @@ def test_tiles_are_transformed_along_the_axes_of_several_taps():
     # Of fewer taps a tile has more windows, but as many products.
     for kernel, larger in (((2, 2), (3, 3)), ((1, 2), (1, 3))):
         assert least(*kernel) < least(*larger) < 2 * least(*kernel)
+    calls = [
+        cost.winograd_calls(checked_call(conv, zeros(1, 1, 9, 9), zeros(1, 1, *taps)).problem.geometry)
+        for taps in ((1, 1), (1, 2), (2, 2))
+    ]
+    assert 0 < calls[0] < calls[1] < calls[2] < 2 * calls[1]
 
 
 def test_transforms_of_few_products_are_taken_where_they_are_named():

@@ -775,6 +775,21 @@ def test_runs_are_of_as_few_groups_as_there_is_room_for():
     assert limits[1] < 4 * limits[0]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_by_what_a_plan_says_it_takes_memory_of_a_gradient_is_kept_or_not(threads):
+    """The product too that a lone block writes where the sums are."""
+    seen = 0
+    for of in LARGE.values():
+        problem: Any = large("conv_grad_weight", of, array).problem
+        problem = replace(problem, machine=HostModel(threads), workspace_limit=8_000_000)
+        for plan in (by_way(problem, way) for way in ways_for("conv_grad_weight", problem)):
+            for loop in () if plan is None else plan.steps:
+                nbytes: int = getattr(loop, "_memory_bytes", 0)
+                assert not nbytes or 0.95 < nbytes / plan.workspace_bytes < 1.6, plan
+                seen += nbytes > 0
+    assert seen > 50
+
+
 def test_at_the_least_channels_are_taken_one_by_one():
     """One row of the gradient too is more than what is aimed at then."""
     grad, x = array(1, 8, 4, 2000), array(1, 64, 6, 2002)
