@@ -859,6 +859,18 @@ def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
         assert plan.workspace_bytes <= replace(problem, workspace_limit=limit).limit_with(copied + sums), way
 
 
+@pytest.mark.parametrize("way", [Columns, TapByTap])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(way, dtype):
+    """Which has as much room again beside the limit; a refusal speaks of the limit alone."""
+    x, weight = array(1, 64, 30, 30, dtype=dtype), array(300, 64, 3, 3, dtype=dtype, order="last")
+    problem: Any = checked_call(cupyconv.conv, x, weight).problem
+    problem = replace(problem, machine=HostModel(1), workspace_limit=1000)
+    limit, _ = least_limit(problem, way)
+    with pytest.raises(ValueError, match=f"needs {limit:,} bytes of workspace, the limit is 1,000"):
+        choose(replace(problem, method="way"), {"way": Method((way,))})
+
+
 def test_a_product_of_one_tap_is_as_large_as_its_sums():
     x, grad = ones(1, 40, 40, 40), ones(1, 30, 38, 38)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3)).problem

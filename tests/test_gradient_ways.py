@@ -491,10 +491,11 @@ def test_phases_of_an_image_that_is_not_finite_take_no_more():
     assert peak <= plan.workspace_bytes + 200_000
 
 
-def test_exchanged_factors_that_are_not_finite_take_no_more():
-    """What the definition says is planned within the memory of the way that was taken first."""
-    x, grad = np.ones((7, 102, 32, 32), np.float32), np.ones((7, 30, 32, 32), np.float32)
-    x[0, 0, 3, 3], out = np.nan, np.empty((30, 102, 3, 3), np.float32)
+@pytest.mark.parametrize("shape, outputs", [((7, 102, 32, 32), 30), ((1, 256, 12, 12), 8)])
+def test_exchanged_factors_that_are_not_finite_take_no_more(shape, outputs, exchanges):
+    """What the definition says is planned within the memory of the way that was taken first, of a large result too."""
+    x, grad = np.ones(shape, np.float32), np.ones((shape[0], outputs, *shape[2:]), np.float32)
+    x[0, 0, 3, 3], out = np.nan, np.empty((outputs, shape[1], 3, 3), np.float32)
 
     def gradient():
         cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1, method="gemm", out=out)
