@@ -627,9 +627,10 @@ def test_linmerge_names_the_array_without_axes():
     assert_refused(numpy_arrays(), ValueError, [r"xs\[1\] has shape \(\)"], cupyconv.linmerge, fields, np.ones((1, 2)))
 
 
-def test_linmerge_misses_no_samples_of_channels_that_are_last():
-    """As many samples as channels in all are a coincidence where the rest of the shapes says that N is there."""
-    fields = [np.ones((2, 100, 3)), np.ones((2, 100, 2))]
+@pytest.mark.parametrize("shapes", [((2, 100, 3), (2, 100, 2)), ((1, 3, 100), (3, 2, 100))])
+def test_linmerge_misses_no_samples_where_the_rest_of_the_shapes_says_that_they_are_there(shapes):
+    """As many samples as channels in all are a coincidence then: of channels that are last, or of two batches."""
+    fields = [np.ones(shape) for shape in shapes]
     with pytest.raises(ValueError, match=r"must agree in all but the channel axis: [^;]*$"):
         cupyconv.linmerge(fields, np.ones((5, 4)))
 

@@ -515,6 +515,12 @@ NOT_COUNTED = {
         "GradientWinograd", cupyconv.conv_grad_weight, (ones(1, 4, 138, 138), ones(1, 64, 50, 50), (3, 3)),
         {"padding": 45, "padding_mode": "wrap"},
     ),
+    "what a wide border of a convolution's tiles is gathered to": (
+        "Winograd", cupyconv.conv, (ones(1, 64, 50, 50), ones(4, 64, 3, 3)), {"padding": 45, "padding_mode": "wrap"},
+    ),
+    "a convolution's tiles that begin with an activation": (
+        "Winograd", cupyconv.conv, (ones(2, 64, 40, 40), ones(4, 64, 3, 3)), {"prologue": (ones(64), ones(64), "gelu")},
+    ),
     "the gradient where a block has a part of each row": (
         "GradientWinograd", cupyconv.conv_grad_weight, (ones(1, 512, 4, 1000), ones(1, 2, 6, 1002), (3, 3)), {},
     ),
