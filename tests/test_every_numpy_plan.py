@@ -1072,6 +1072,15 @@ def test_a_gradient_is_copied_where_its_pixels_are_not_in_the_order_of_the_produ
     assert {*seen} == {False, True}
 
 
+@pytest.mark.parametrize("way", [weight_gradient.GradientMecProducts, GradientChannels])
+def test_a_gradient_of_large_samples_is_read_where_it_lies(way):
+    """Sample by sample, in the order of columns that taps share too."""
+    grad, x = array(2, 32, 58, 58), array(2, 32, 60, 60)
+    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3), groups=4).problem
+    (loop,) = by_way(replace(problem, machine=HostModel(1)), way).steps  # type: ignore[union-attr]
+    assert loop.copied_bytes == 0 if isinstance(loop, GradientChannels) else loop.is_factor(loop.block)  # type: ignore[attr-defined]
+
+
 #: Seconds of a byte that has to be moved, of memory as fast as it comes; and how much less than all products and all bytes
 #: take, and more, by the model, any way takes.  A way of small parts, or one that is named where it does not suit, takes most.
 BYTE, LESS, MORE = 5e-11, 0.05, 2000.0

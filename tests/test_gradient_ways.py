@@ -222,17 +222,19 @@ def test_a_tall_product_is_written_where_the_result_lies(shape, kernel, window, 
         assert_exact(actual, expected, dtype)
 
 
+@pytest.mark.parametrize("outputs", [4096, 200])
 @pytest.mark.parametrize("channels, side, kernel", [(512, 30, 3), (300, 50, 5), (4096, 36, 1)])
-def test_columns_of_a_tall_product_stay_in_cache(channels, side, kernel, fresh, monkeypatch):
-    """As many of them as do."""
+def test_columns_of_some_channels_stay_in_cache(channels, side, kernel, outputs, fresh, monkeypatch):
+    """As many of them as do; with sums and a product where these are not the result."""
     only(monkeypatch, GradientChannels)
     monkeypatch.setattr(weight_gradient, "plan_exchanged", refused)
-    x, grad = np.zeros((1, channels, side, side), np.float32), np.zeros((1, 4096, side // 2, side // 2), np.float32)
+    x, grad = (np.zeros((1, n, size, size), np.float32) for n, size in ((channels, side), (outputs, side // 2)))
     with cupyconv.options(threads=1):
         settings = dict(stride=2, padding=kernel // 2, method="gemm")
         (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **settings).steps
-    columns = loop.channels * kernel**2 * (side // 2) ** 2 * x.itemsize
-    assert loop.in_place and loop.shares > 1 and CACHE_BLOCK < columns <= 2 * CACHE_BLOCK
+    rows = (side // 2) ** 2 + (0 if loop.in_place else 2 * outputs)
+    assert loop.in_place == (outputs > 1000) and loop.shares > 1
+    assert CACHE_BLOCK < loop.channels * kernel**2 * rows * x.itemsize <= 2 * CACHE_BLOCK
 
 
 def test_threads_have_as_many_channels_of_a_tall_product(fresh):

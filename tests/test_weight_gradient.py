@@ -100,6 +100,9 @@ def test_sums_that_do_not_fit_are_kept_for_some_outputs_at_a_time(fresh):
     assert len(plan.steps) > 1 and plan.workspace_bytes <= 40_000
     assert all(b.first_row == a.first_row + a.rows for a, b in pairwise(plan.steps))
     assert sum(step.rows for step in plan.steps) == 64
+    assert all(
+        f"outputs {step.first_row} to {step.first_row + step.rows} of each" in str(step) for step in plan.steps[1:]
+    )
     with cupyconv.options(workspace_limit=40_000):
         actual = cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1)
     assert_exact(actual, by_definition(grad, x, (3, 3), padding=1), "float16")
