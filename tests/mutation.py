@@ -30,7 +30,8 @@ tests of compiled kernels hold; what a method raises that every class below has 
 empty text, of which only the truth is asked; where differences alone count, from where they are counted, and in which
 direction; which of several that are equal is asked, as the batch of a chain's first layer or of its last; what stands in
 where there is nothing to divide by; a count of memory with room to spare, as that of index arrays: tests hold that at
-least a third of it is taken; a slice that ends beyond its axis, or beyond what is read of it.
+least a third of it is taken; a slice that ends beyond its axis, or beyond what is read of it; another negative extent of
+a shape, for any says that it is what is left.
 And what half a second is too short for: of what survived that in chunks of a transposed convolution and of a recurrent layer,
 most was killed by tests that run kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
 """

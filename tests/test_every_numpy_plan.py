@@ -14,6 +14,7 @@ from importlib import import_module
 from itertools import product
 from math import exp, log, prod
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -875,6 +876,15 @@ def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(way, 
     limit, _ = least_limit(problem, way)
     with pytest.raises(ValueError, match=f"needs {limit:,} bytes of workspace, the limit is 1,000"):
         choose(replace(problem, method="way"), {"way": Method((way,))})
+
+
+@pytest.mark.parametrize("side, divided", [(7, 2), (14, 2), (28, 1)])
+def test_one_product_of_few_pixels_that_ends_is_divided_by_blas(side, divided, monkeypatch):
+    """By ourselves it would read all of the weight twice; sums of a larger image would leave the cache before they end."""
+    monkeypatch.setattr("cupyconv.numpy.threads.BLAS", SimpleNamespace(threads=2))
+    problem: Any = checked_call(cupyconv.conv, array(1, 64, side, side), array(64, 64, 1, 1), activation="relu").problem
+    (loop,) = by_way(replace(problem, machine=HostModel(2)), View).steps  # type: ignore[union-attr]
+    assert isinstance(loop, View) and loop.divided == divided
 
 
 def test_a_product_of_one_tap_is_as_large_as_its_sums():
