@@ -90,6 +90,16 @@ def test_sums_beside_an_image_keep_within_the_limit(limit):
     np.testing.assert_array_equal(image, wide.astype(np.float16))
 
 
+def test_a_plan_of_columns_says_one_thread_however_many_there_are():
+    x = np.ones((2, 3, 8, 8), np.float32)
+    with cupyconv.options(threads=2):
+        for plan in (
+            cupyconv.explain(cupyconv.im2col, x, 3),
+            cupyconv.explain(cupyconv.col2im, cupyconv.im2col(x, 3), (8, 8), 3),
+        ):
+            assert "on numpy (1 thread)\n" in str(plan) and " on 1 thread\n" in f"{plan}\n"
+
+
 @given(geometry=windows(), seed=st.integers(0, 999))
 def test_adjoint(target, geometry, seed):
     """<im2col(x), c> == <x, col2im(c)>"""

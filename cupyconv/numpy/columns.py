@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,22 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
 from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel
+
+#: Whatever there are: both are done by the caller's thread.
+ALONE = HostModel(1)
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:
     """Columns of one or many inputs, written straight into the result."""
+    problem = replace(problem, machine=ALONE)
     return problem.planned([Im2col(problem)] if problem.columns.nbytes else [])
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:
     """An image from columns: the entries of each tap are added to the elements that they were read from."""
     (out,) = problem.xs
+    problem = replace(problem, machine=ALONE)
     if not out.nbytes:
         return problem.planned([])
     if accumulator(out.dtype) == out.dtype:
@@ -41,7 +47,7 @@ class ColumnsStep(NumpyStep):
 
     def __str__(self) -> str:
         windows, dtype = self.problem.windows, accumulator(self.problem.columns.dtype)
-        blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", threads=1)
+        blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", ALONE.threads)
         return f"loop     {self.problem.operation}, sums in {dtype}: {blocks}"
 
 

@@ -410,7 +410,7 @@ def _refuse_at_once(problem: Shared) -> None:
     # Into tiles, through the products, out of tiles, there and back along each axis.
     least = images * (4 + 2 * len(transformed_axes(geometry)) / cost.TRANSFORM) + 7 * gpu.launch_seconds
     if others < cost.TRANSFORMS_DOUBT * least:
-        raise NotApplicable(f"transforms take {cost.by_model(least)} at the least")
+        raise NotApplicable(f"transforms take {cost.by_model(least)} at the least, and are taken where they win by far")
 
 
 def block_extents(windows: Windows) -> Iterator[Triple]:
