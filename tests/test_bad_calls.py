@@ -103,6 +103,12 @@ def test_more_arguments_than_have_places_in_a_layer_and_a_gradient():
         TypeError, match=r"^ConvLayer\(\) takes 2 positional arguments \(weight, bias\), given 3: .*stride="
     ):
         cupyconv.ConvLayer(ones, None, 1)
+    with pytest.raises(
+        TypeError, match=r"^options\(\) takes no positional arguments, given 1: .* name, workspace_limit=, "
+    ):
+        cupyconv.options(1 << 20)
+    with pytest.raises(TypeError, match=r"^pullback\(\) missing 1 required positional argument: 'grad'$"):
+        cupyconv.vjp(cupyconv.conv, ones, ones)[1]()
     with pytest.raises(TypeError, match=r"here it is stride$"):  # what has a name of ours is said first
         cupyconv.conv(ones, ones, None, 1, strides=1)
 

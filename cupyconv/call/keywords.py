@@ -1,8 +1,8 @@
 """Arguments that a function does not have: what other libraries call theirs is answered with the name of ours.
 
-The signature of an operation has ``*unnamed: Never`` before its keywords and ``**foreign: Never`` at its end (`options` has
-the latter), which help and `inspect.signature` leave out and type checkers refuse.  What Python would refuse before any
-code of ours ran, so gets here; a good call makes an empty tuple and an empty dict.
+The signatures of operations and of `options` have ``*unnamed: Never`` before the keywords and ``**foreign: Never`` at the
+end, which help and `inspect.signature` leave out and type checkers refuse.  What Python would refuse before any code of ours
+ran, so gets here; a good call makes an empty tuple and an empty dict.
 A call without an argument that is needed gets here too: the argument may have come by another library's name.
 """
 
@@ -116,8 +116,9 @@ def positional(parameters: Mapping[str, Parameter]) -> int:
 def too_many_arguments(name: str, parameters: Mapping[str, Parameter], given: int) -> str:
     """What to say of more arguments without names than a function takes; other libraries take the stride so."""
     names, count = list(parameters), positional(parameters)
+    places = f"{count} positional arguments ({', '.join(names[:count])})" if count else "no positional arguments"
     return (
-        f"{name}() takes {count} positional arguments ({', '.join(names[:count])}), given {given}:"
+        f"{name}() takes {places}, given {given}:"
         f" write the others by name, {', '.join(f'{one}=' for one in names[count:])}"
     )
 

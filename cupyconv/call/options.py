@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from inspect import signature
 from operator import index
 from types import TracebackType
 from typing import Any, NamedTuple, Never
 
-from cupyconv.call.keywords import unknown_keyword, without_foreign
+from cupyconv.call.keywords import too_many_arguments, unknown_keyword, without_foreign
 
 
 class Settings(NamedTuple):
@@ -90,7 +91,7 @@ class options(AbstractContextManager["Settings"]):
 
     def __init__(
         self,
-        *,
+        *unnamed: Never,
         workspace_limit: int | None = None,
         allow_tf32: bool = False,
         allow_winograd: bool = True,
@@ -100,6 +101,8 @@ class options(AbstractContextManager["Settings"]):
     ) -> None:
         if foreign:
             raise unknown_keyword("options", next(iter(foreign)), Settings._fields)
+        if unnamed:
+            raise TypeError(too_many_arguments("options", signature(options).parameters, len(unnamed)))
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),

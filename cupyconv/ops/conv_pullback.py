@@ -66,6 +66,7 @@ def holding(pullback: _AnyPullback, arrays: Iterable[Any]) -> _AnyPullback:
     """The pullback, with its attribute `holds`: the arrays it will read, of those that were given to the function or that
     this returned.  By it the functions for PyTorch know what must not be changed before the backward pass."""
     pullback.__dict__["holds"] = tuple(arrays)
+    pullback.__qualname__ = "pullback"  # as Python's errors name it
     return pullback
 
 
