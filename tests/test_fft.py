@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +16,7 @@ from tolerance import assert_close
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
+from cupyconv.numpy import fft, fft_parts, fft_scattered, fft_weight_gradient
 
 
 def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
@@ -165,13 +167,154 @@ def test_channels_that_go_one_by_one_leave_room_for_larger_tiles():
     assert_close(out, expected, np.float32, 125 * 6, magnitude=1000.0, factor=4)
 
 
+def least_limit(function, *arrays, **settings):
+    """What the refusal says is enough."""
+    with cupyconv.options(workspace_limit=1):
+        with pytest.raises(
+            ValueError, match="'fft' does not apply: the smallest tile with its spectra needs"
+        ) as refusal:
+            cupyconv.explain(function, *arrays, method="fft", **settings)
+    return int(re.search(r"workspace_limit of ([\d,]+) bytes is enough", str(refusal.value))[1].replace(",", ""))
+
+
 def test_without_room_it_is_refused_and_auto_goes_on():
     x, weight = normal(1, 8, 160, 160), normal(8, 8, 31, 31)
     assert cupyconv.explain(cupyconv.conv, x, weight).method == "fft"
-    with cupyconv.options(workspace_limit=100_000):
-        with pytest.raises(ValueError, match=r"'fft' does not apply: the smallest tile .* limit of 100,000 bytes"):
+    with cupyconv.options(workspace_limit=10_000):
+        with pytest.raises(ValueError, match=r"'fft' does not apply: the smallest tile .* the limit is 10,000"):
             cupyconv.conv(x, weight, method="fft")
         assert cupyconv.explain(cupyconv.conv, x, weight).method != "fft"
+
+
+#: Kernels nearly as large as the image, or larger than the limit has room for.
+LARGE = {
+    "1-D": ((2, 3, 120), (2, 3, 101), dict(padding=((5, 9),))),
+    "2-D": ((1, 1, 30, 27), (1, 1, 25, 22), {}),
+    "3-D": ((1, 2, 7, 10, 9), (3, 2, 5, 8, 7), dict(padding=1)),
+    "rows": ((2, 1, 5, 70), (2, 1, 1, 61), dict(stride=(2, 3))),
+    "columns of a volume": ((1, 2, 40, 3, 4), (2, 2, 33, 1, 2), {}),
+    "stride, groups": ((2, 4, 33, 31), (4, 2, 21, 19), dict(stride=(2, 3), groups=2, padding=((2, 3), (4, 1)))),
+    "dilation": ((1, 2, 50, 40), (2, 2, 13, 11), dict(dilation=(3, 2), padding=4)),
+    "far taps": ((1, 1, 400), (2, 1, 9), dict(dilation=45)),
+    "many channels": ((1, 9, 20, 21), (8, 9, 17, 16), dict(padding=1)),
+    "depthwise": ((2, 4, 26, 26), (4, 1, 21, 22), dict(groups=4)),
+    "full": ((1, 1, 10, 9), (1, 1, 15, 16), dict(padding="full")),
+    "wrap": ((1, 2, 21, 15), (2, 2, 17, 14), dict(padding=4, padding_mode="wrap")),
+    "reflect": ((1, 1, 120), (2, 1, 110), dict(padding=20, padding_mode="reflect", stride=2)),
+}
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("float16",) * 2, ("complex64", "float32")], ids=str)
+@pytest.mark.parametrize("share", [1, 2, 6])
+@pytest.mark.parametrize("name", LARGE)
+def test_a_kernel_is_cut_where_its_spectra_have_no_room(name, share, dtypes):
+    """At the limit that a refusal says is enough, and with more room."""
+    shape, kernel, settings = LARGE[name]
+    x, weight = (np.round(2 * normal(*one, dtype=dtype)) for one, dtype in zip((shape, kernel), dtypes))
+    bias, x_dtype = np.round(normal(kernel[0], dtype=dtypes[1])), np.result_type(x, weight)
+    expected = reference.conv(x, weight, bias, **settings)
+    limit = share * least_limit(cupyconv.conv, x, weight, bias, **settings)
+    for threads in (1, 2):
+        with cupyconv.options(workspace_limit=limit, threads=threads):
+            plan = cupyconv.explain(cupyconv.conv, x, weight, bias, method="fft", **settings)
+            actual = cupyconv.conv(x, weight, bias, method="fft", **settings)
+            again = cupyconv.conv(x, weight, bias, method="fft", **settings)
+        assert plan.method == "fft" and plan.workspace_bytes <= limit + (
+            weight.nbytes * 2 if x_dtype != "float32" else 0
+        )
+        np.testing.assert_array_equal(actual, again)
+        assert_close(actual, expected, actual.dtype, int(np.prod(kernel[1:])), magnitude=4.0 * weight[0].size, factor=4)
+    if share == 1:
+        # Of these the whole weight's spectra have room wherever a tile has.
+        assert name in ("3-D", "full", "wrap") or any(isinstance(loop, fft_parts.FftParts) for loop in plan.steps)
+        with cupyconv.options(workspace_limit=limit // 2), pytest.raises(ValueError, match="smallest tile"):
+            cupyconv.conv(x, weight, bias, method="fft", **settings)
+
+
+@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize("name", LARGE)
+def test_gradients_of_a_kernel_that_is_cut(name, share):
+    shape, kernel, settings = LARGE[name]
+    x, weight = (np.round(2 * normal(*one)) for one in (shape, kernel))
+    grad = np.round(2 * normal(*reference.conv(x, weight, **settings).shape))
+    expected = reference_gradients.conv_gradients(grad, x, weight, **settings)
+    terms = int(grad[:, 0].size)
+    limit = share * least_limit(cupyconv.conv_grad_weight, grad, x, kernel[2:], **settings)
+    with cupyconv.options(workspace_limit=limit, threads=2):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], method="fft", **settings)
+        actual = cupyconv.conv_grad_weight(grad, x, kernel[2:], method="fft", **settings)
+    assert plan.workspace_bytes <= limit
+    assert share > 1 or name in ("3-D", "many channels", "wrap") or "parts of" in str(plan)
+    assert_close(actual, expected.weight, np.float32, terms, magnitude=4.0 * terms, factor=4)
+    terms = weight.size
+    limit = share * least_limit(cupyconv.conv_grad_input, grad, weight, x.shape, **settings)
+    with cupyconv.options(workspace_limit=limit, threads=2):
+        actual = cupyconv.conv_grad_input(grad, weight, x.shape, method="fft", **settings)
+    assert_close(actual, expected.x, np.float32, terms, magnitude=4.0 * terms, factor=4)
+
+
+@pytest.mark.parametrize("size, kernel", [(1600, 1500), (1100, 1000), (1600, 1000), (2_000_000, 1_900_000)])
+def test_a_kernel_nearly_as_large_as_the_image(size, kernel):
+    """A sum of a million taps for each of some thousands of outputs: it took half a minute of the processor."""
+    axes = 2 if size < 10_000 else 1
+    x, weight = normal(1, 1, *(size,) * axes), normal(1, 1, *(kernel,) * axes)
+    y = cupyconv.conv(x, weight)
+    grad = normal(*y.shape)
+    calls = [
+        (cupyconv.conv, (x, weight)),
+        (cupyconv.conv_grad_weight, (grad, x, weight.shape[2:])),
+        (cupyconv.conv_grad_input, (grad, weight, x.shape)),
+    ]
+    results = []
+    for function, arrays in calls:
+        start = time.process_time()
+        results.append(function(*arrays))
+        assert time.process_time() - start < 4
+        assert cupyconv.explain(function, *arrays).method == "fft"
+    x, weight, grad = (array.reshape(array.shape[2:]).astype(np.float64) for array in (x, weight, grad))
+    outputs, last = len(grad), len(weight) - 1
+
+    def at(*index):
+        return index[:axes]
+
+    def run(first, count):
+        return (slice(first, first + count),) * axes
+
+    y, grad_weight, grad_x = (result[0, 0] for result in results)
+    for place in (0, outputs // 3, outputs - 1):
+        np.testing.assert_allclose(y[at(place, place)], (x[run(place, last + 1)] * weight).sum(), rtol=1e-3, atol=0.1)
+    for place in (0, last // 3, last):
+        np.testing.assert_allclose(
+            grad_weight[at(place, place)], (x[run(place, outputs)] * grad).sum(), rtol=1e-3, atol=0.1
+        )
+    middle = size // 2
+    first = max(0, middle - last)
+    count = min(middle, outputs - 1) - first + 1
+    reached = np.flip(weight[run(middle - first - count + 1, count)])
+    np.testing.assert_allclose(
+        grad_x[at(middle, middle)], (grad[run(first, count)] * reached).sum(), rtol=1e-3, atol=0.1
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 40])
+def test_infinities_under_a_kernel_that_is_cut(channels):
+    """Computed again, of as many taps at a time as there is room for: all windows of one pixel were more, and it was refused."""
+    x, weight = normal(1, channels, 40, 36), normal(1, channels, 33, 31)
+    x[0, -1, 3, 4], weight[0, 0, 5, 6] = np.inf, 0
+    grad = normal(1, 1, 8, 6)
+    grad[0, 0, 2, 2] = np.nan
+    calls = [
+        (cupyconv.conv, (x, weight), reference.conv(x, weight)),
+        (cupyconv.conv_grad_weight, (grad, x, (33, 31)), reference_gradients.conv_grad_weight(grad, x, (33, 31))),
+    ]
+    for function, arrays, expected in calls:
+        for limit in (*(times * least_limit(function, *arrays) for times in (1, 3)), None):
+            with cupyconv.options(workspace_limit=limit):
+                actual = function(*arrays, method="fft")
+            for kind in (np.isnan, np.isposinf, np.isneginf):
+                np.testing.assert_array_equal(kind(actual), kind(expected))
+            finite = np.isfinite(expected)
+            np.testing.assert_allclose(actual[finite], expected[finite], rtol=1e-3, atol=0.1)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -446,7 +446,7 @@ def test_a_weight_gradient_in_shares(cuda_target, order):
 
 def test_shares_that_have_no_room_in_what_others_leave_are_refused():
     x, grad = array(2, 29, 48, 35), array(2, 35, 44, 31)
-    with cupyconv.options(workspace_limit=38_216), pytest.raises(ValueError, match="do not fit the workspace limit"):
+    with cupyconv.options(workspace_limit=38_216), pytest.raises(ValueError, match="does not fit the workspace limit"):
         cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (5, 5), method="fft", on="sm_90")
 
 

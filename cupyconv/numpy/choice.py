@@ -70,9 +70,15 @@ def winograd_refusal(problem: ProductsProblem) -> str:
 
 
 def fft_unasked(problem: ProductsProblem) -> str:
-    """Why transforms are taken only where they are asked for: a short call has no time to win for its larger errors."""
-    few = problem.geometry.products < FEW_PRODUCTS
-    return f"larger rounding errors: below {FEW_PRODUCTS:,} products it is taken where it is named" if few else ""
+    """Why transforms are taken only where they are asked for: a short call has no time to win for its larger errors, and few
+    outputs read what the transforms would read.
+    """
+    geometry = problem.geometry
+    if geometry.products < FEW_PRODUCTS:
+        return f"larger rounding errors: below {FEW_PRODUCTS:,} products it is taken where it is named"
+    if geometry.pixels < cost.SHORTEST:
+        return f"larger rounding errors: of fewer than {cost.SHORTEST} pixels it is taken where it is named"
+    return ""
 
 
 #: Methods that all kinds of problems have; their modules are the kinds'.

@@ -11,7 +11,7 @@ only where no output of the block is.
     any dtype                   and weight are     (frequencies, channels) W           no more
 
 W is transformed once a call.  Where it is too large for the workspace limit, some groups or some outputs are computed
-after the others.
+after the others, or the kernel is cut too (`fft_parts`).
 
 Spectra of few channels are multiplied element by element, channels first.  Of many, channels are last, and each frequency
 has a matrix product: samples x channels by channels x outputs.
@@ -22,11 +22,12 @@ NaN spoils its whole tile: such a block is computed again from its windows, unle
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -34,17 +35,26 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import largest_block
-from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, columns_bytes, temporaries, weight_copy
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, box_bytes, one_tap_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
-from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
+from cupyconv.numpy.spectra import (
+    BLOCK,
+    MOST_PRODUCTS,
+    Tile,
+    block_extents,
+    dilated,
+    every,
+    has_large_spectra,
+    with_lines,
+)
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
-from cupyconv.problem.geometry import even_part, ranges_of
+from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem, NotApplicable
-from cupyconv.problem.transforms import ERRORS, is_real, no_room, share_problem, share_sizes
+from cupyconv.problem.transforms import ERRORS, SMALLEST, is_real, share_problem, share_sizes, transformed_axes
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
@@ -63,16 +73,21 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
-    """The cut that is estimated to take the least; None where there is no room for any."""
-    geometry, best, threads = problem.geometry, None, problem.host.threads
+def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cut | int:
+    """The cut that is estimated to take the least; where there is no room for any, the bytes that the smallest needs."""
+    geometry, threads = problem.geometry, problem.host.threads
+    best: Cut | None = None
+    least = 0
     sizes = share_sizes(geometry)
     shares_of = [share_problem(problem, range(groups), range(outputs)) for groups, outputs in sizes]
-    for extents in block_extents(geometry):
+    for tiling in way.tilings(geometry):
         for ((groups, outputs), (share, own)), one_by_one in product(zip(sizes, shares_of), (False, True)):
-            line = Fft(share, (1, *extents), own, one_by_one)
+            line = way(share, cut=own, one_by_one=one_by_one, **tiling)
             room = limit - fixed - line.spectra_bytes
-            if line.spectra_bytes > room or threads * line.workspace > room:
+            beside = max(line.spectra_bytes, threads * line.workspace)
+            if beside > room:
+                needed = limit - room + beside
+                least = min(least or needed, needed)
                 continue
             lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
             loop = replace(line, block=with_lines(geometry, line.block, lines))
@@ -82,13 +97,13 @@ def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
             if best is None or shares * loop.seconds < best.seconds:
                 best = Cut(shares * loop.seconds, loop, shares)
             break
-    return best
+    return best or least
 
 
 def share_of(problem: ConvProblem, first: Fft, groups: range, outputs: range) -> Fft:
     """The loop over some groups, or over some outputs of one, as the first share's."""
     share, cut = share_problem(problem, groups, outputs)
-    return Fft(share, first.block, cut, first.one_by_one)
+    return replace(first, problem=share, cut=cut)
 
 
 # --- the method -----------------------------------------------------------------------------------------------
@@ -132,9 +147,15 @@ class Fft(ConvLoop):
         if 0 in (geometry.batch, geometry.out_channels, *geometry.out_size):
             return [], {}
         limit = problem.limit_with(copied)
-        best = best_cut(problem, copied + 3 * Plan.ALIGNMENT, limit)
+        cuts = [best_cut(Fft, problem, copied + 3 * Plan.ALIGNMENT, limit)]
+        if isinstance(cuts[0], int) or has_large_spectra(problem):
+            from cupyconv.numpy.fft_parts import FftParts  # imported where kernels are large
+
+            cuts.append(best_cut(FftParts, problem, copied + 3 * Plan.ALIGNMENT, limit))
+        best = min((cut for cut in cuts if isinstance(cut, Cut)), key=attrgetter("seconds"), default=None)
         if best is None:
-            raise no_room(problem.limit)
+            needed = min(cut for cut in cuts if isinstance(cut, int))
+            raise NotApplicable(problem.no_room(SMALLEST, needed, limit))
         first: Any = best.first
         loops: list[Any] = [first]
         if best.shares > 1:
@@ -145,6 +166,11 @@ class Fft(ConvLoop):
             ]
         return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
 
+    @classmethod
+    def tilings(cls, geometry: ConvGeometry) -> Iterator[dict[str, Any]]:
+        """Fields of loops that are worth a look."""
+        return ({"block": (1, *extents)} for extents in block_extents(geometry))
+
     @property
     def kept_bytes(self) -> int:
         return 0  # spectra have no bound but the workspace's
@@ -154,7 +180,7 @@ class Fft(ConvLoop):
     @cached_property
     def tile(self) -> Tile:
         """That of a whole block."""
-        return Tile.of(self.geometry, self.block[1:], is_real(self.problem))
+        return Tile.of(self.geometry, self.block[1:], is_real(self.problem), transformed_axes(self.geometry))
 
     @cached_property
     def spectrum_dtype(self) -> np.dtype:
@@ -184,7 +210,12 @@ class Fft(ConvLoop):
         sums = tile.elements * self.sums_dtype.itemsize * (1 + bool(self.problem.activation))
         added = geometry.groups * spectrum * (geometry.group_channels > 1)
         images = self.channels_at_once * (read + spectrum) + geometry.out_channels * (sums + spectrum)
-        return self.block[0] * (images + added)
+        return max(self.block[0] * (images + added), self._again_bytes)
+
+    @property
+    def _again_bytes(self) -> int:
+        """Bytes of the smallest columns of a block that is computed again: of all channels, which need not be there at once else."""
+        return one_tap_bytes(self.problem, (1, 1, 1, 1), self.x_dtype.itemsize) * self.computes_again
 
     @property
     def work(self) -> float:
@@ -278,8 +309,12 @@ class Fft(ConvLoop):
             return np.zeros(block.sums_shape, self.sums_dtype)
         own = self._sums_by_matrix if self.by_matrix else self._sums_by_element
         sums = own(run, weights.spectra, block)
+        return self._finite(run, weights.matrix, block, sums)
+
+    def _finite(self, run: ConvRun, matrix: np.ndarray, block: Block, sums: np.ndarray) -> np.ndarray:
+        """A block's sums; computed again where they are not finite, unless that would take too long."""
         if self.computes_again and not np.isfinite(sums.sum()):
-            return self._sums_of_columns(run, weights.matrix, block)
+            return self._sums_of_columns(run, matrix, block)
         return sums.reshape(block.sums_shape)
 
     def _sums_by_element(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
@@ -317,15 +352,21 @@ class Fft(ConvLoop):
         return every(block.size[1:], self.geometry.stride)
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
-        """The sums as they are defined, of as many pixels at a time as the block's memory has room for."""
-        problem, item = self.problem, self.x_dtype.itemsize
+        """The sums as they are defined, of as many pixels and taps at a time as the block's memory has room for."""
+        problem, geometry, item = self.problem, self.geometry, self.x_dtype.itemsize
+        most = geometry.taps
+        while most > 1 and box_bytes(problem, (1, 1, 1, 1), item, most) > self.workspace:
+            most = -(-most // 2)
         size = largest_block(
-            self.geometry, lambda part: columns_bytes(problem, part, item), self.workspace, block.area, 1, block.size[0]
+            geometry, lambda part: box_bytes(problem, part, item, most), self.workspace, block.area, 1, block.size[0]
         )
-        sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = np.zeros(block.sums_shape, self.sums_dtype)
         weight = with_parts(self, matrix)
+        by_tap = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.taps)
         for at, part in block.parts(size):
-            sums[(slice(None), slice(None), *at)] = multiplied(run, weight, run.images.columns(part), part)
+            for taps, columns in run.images.some_taps(part, most):
+                factor = np.ascontiguousarray(by_tap[..., taps]).reshape(*weight.shape[:2], -1)
+                sums[(slice(None), slice(None), *at)] += multiplied(run, factor, columns, part)
         return sums
 
 

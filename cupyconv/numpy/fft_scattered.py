@@ -34,21 +34,26 @@ from cupyconv.numpy.windows import parts_of, tap_regions, tile_regions, tile_siz
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
-from cupyconv.problem.transforms import ERRORS, is_real, no_room
+from cupyconv.problem.transforms import ERRORS, SMALLEST, is_real, transformed_axes
 
 
 @lru_cache(maxsize=64)
-def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFft | None:
-    """The loop that is estimated to take the least, of as many channels at a time as there is room for."""
+def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFft | int:
+    """The loop that is estimated to take the least, of as many channels at a time as there is room for.
+
+    Where there is no room, the bytes that the smallest needs.
+    """
     geometry, threads, exact = problem.geometry, problem.host.threads, accumulator(problem.dtype) == problem.dtype
     best: ScatteredFft | None = None
-    channels = -(-geometry.in_channels // max(1, min(geometry.in_channels, -(-threads // geometry.batch))))
+    channels, least = -(-geometry.in_channels // max(1, min(geometry.in_channels, -(-threads // geometry.batch)))), 0
     while best is None and channels:
         own = even_channels(geometry, channels)
         for extents in block_extents(geometry):
             line = ScatteredFft(problem, (1, *extents), own, exact)
             room = limit - fixed - line.spectra_bytes
             if threads * line.workspace > room:
+                needed = limit - room + threads * line.workspace
+                least = min(least or needed, needed)
                 continue
             _, depth, height, width = with_lines(
                 replace(geometry, batch=1), line.block, min(room // threads, BLOCK) // line.workspace
@@ -57,7 +62,7 @@ def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFf
             if best is None or loop.seconds < best.seconds:
                 best = loop
         channels //= 2
-    return best
+    return best or least
 
 
 class FftRun(ScatteredRun):
@@ -106,8 +111,8 @@ class ScatteredFft(ScatteredLoop):
         weight = cls._weight_copy(problem)
         limit = problem.limit_with(weight)
         loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
-        if loop is None:
-            raise no_room(problem.limit)
+        if isinstance(loop, int):
+            raise NotApplicable(problem.no_room(SMALLEST, loop, limit))
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
     # What a block takes.
@@ -115,7 +120,7 @@ class ScatteredFft(ScatteredLoop):
     @cached_property
     def tile(self) -> Tile:
         """That of a whole run."""
-        return Tile.of(self.geometry, self.block[1:], is_real(self.problem))
+        return Tile.of(self.geometry, self.block[1:], is_real(self.problem), transformed_axes(self.geometry))
 
     @cached_property
     def helpers(self) -> int:

@@ -7,13 +7,15 @@
     weight gradient     |d . d . d|. . . . . . .       of conj(rfft(grad)) rfft(x), summed over samples: what lies under
                                                        the taps, a dilation apart
 
-Every block's part is brought back and added to the sums, a few outputs at a time.
+Every block's part is brought back and added to the sums, a few outputs at a time.  A kernel nearly as large as the image is
+cut too: what a block brings to one part of it has a tile of its own, shorter than the image.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -21,31 +23,48 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import largest_block
-from cupyconv.numpy.convolution import columns_bytes, temporaries
-from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, every, with_lines
+from cupyconv.numpy.convolution import box_bytes, temporaries
+from cupyconv.numpy.spectra import (
+    BLOCK,
+    MOST_PRODUCTS,
+    Tile,
+    block_extents,
+    every,
+    has_large_spectra,
+    part_extents,
+    tiles_read,
+    with_lines,
+)
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
-from cupyconv.numpy.windows import Block, Images, parts_of, tile_size
-from cupyconv.problem.geometry import even_part
+from cupyconv.numpy.windows import INDEX_ARRAYS, INDEX_BYTES, Block, Images, parts_of, tile_size
+from cupyconv.problem.geometry import Triple, even_part, ranges_of
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
-from cupyconv.problem.transforms import ERRORS, no_room
+from cupyconv.problem.transforms import ERRORS, SMALLEST, transformed_axes
 
 
 @lru_cache(maxsize=64)
-def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> GradientFft | None:
-    """The loop that is estimated to take the least; None where there is no room."""
-    threads, best = problem.host.threads, None
-    for extents in block_extents(problem.geometry):
-        line = GradientFft(problem, (1, *extents))
+def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> GradientFft | int:
+    """The loop that is estimated to take the least; where there is no room, the bytes that the smallest needs."""
+    geometry, threads, least = problem.geometry, problem.host.threads, 0
+    best: GradientFft | None = None
+    for extents, taps in chain(
+        ((extents, geometry.kernel) for extents in block_extents(geometry)), part_extents(geometry)
+    ):
+        if best and best.taps == geometry.kernel != taps and not has_large_spectra(problem):
+            break
+        line = GradientFft(problem, (1, *extents), taps=taps)
         room = (limit - fixed) // threads
-        if line.workspace + line.index_bytes > room:
+        needed = line.workspace + line.index_bytes
+        if needed > room:
+            least = min(least or needed, needed)
             continue
         lines = min(min(room - line.index_bytes, BLOCK) // line.workspace, -(-line.blocks // threads))
-        loop = replace(line, block=with_lines(problem.geometry, line.block, lines))
+        loop = replace(line, block=with_lines(geometry, line.block, lines))
         if loop.workspace + loop.index_bytes > room:  # several lines have spectra that are added
             loop = line
         if best is None or loop.seconds < best.seconds:
             best = loop
-    return best
+    return best or fixed + threads * least
 
 
 @dataclass(frozen=True)
@@ -55,8 +74,11 @@ class GradientFft(WeightGradientLoop):
     name: ClassVar[str] = "FFT"
     words: ClassVar[str] = f"products of spectra; {ERRORS}"
     reads_boxes: ClassVar[bool] = True
+    products_are_summed: ClassVar[bool] = False  # those of taps lie apart
 
     problem: WeightGradientProblem
+    #: Taps of a part of the kernel, whose sums are worked out together.
+    taps: Triple = (1, 1, 1)
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -69,8 +91,8 @@ class GradientFft(WeightGradientLoop):
         if 0 in (problem.geometry.batch, *problem.geometry.out_size):
             return cls(problem, (1, 1, 1, 1))
         loop: Any = best_loop(problem, fixed, limit)
-        if loop is None:
-            raise no_room(problem.limit)
+        if isinstance(loop, int):
+            raise NotApplicable(problem.no_room(SMALLEST, loop, limit))
         return loop
 
     # What a block takes.
@@ -83,7 +105,22 @@ class GradientFft(WeightGradientLoop):
     @cached_property
     def tile(self) -> Tile:
         """That of a whole block."""
-        return Tile.of(self.geometry, self.block[1:], self.is_real)
+        part = self.geometry.with_taps(tuple(map(range, self.taps)))
+        return Tile.of(part, self.block[1:], self.is_real, transformed_axes(self.geometry))
+
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles of all blocks under all parts."""
+        return tiles_read(self.geometry, self.block, self.taps)
+
+    @property
+    def index_bytes(self) -> int:
+        return INDEX_ARRAYS * INDEX_BYTES * max(self.tile.size) * (self.geometry.padding_mode != "constant")
+
+    @classmethod
+    def product_bytes(cls, problem: WeightGradientProblem) -> int:
+        """Of one tap: where several are multiplied, as a block is computed again, that is within its memory."""
+        return super().product_bytes(problem) // problem.geometry.taps
 
     @cached_property
     def spectrum_dtype(self) -> np.dtype:
@@ -112,30 +149,49 @@ class GradientFft(WeightGradientLoop):
 
     @property
     def products_work(self) -> float:
-        geometry, tile, samples = self.geometry, self.tile, self.blocks * self.block[0]
+        geometry, tile, samples = self.geometry, self.tile, self.tiles * self.block[0]
         pairs = geometry.group_channels * geometry.out_channels
-        transforms = samples * (geometry.in_channels + geometry.out_channels) + self.blocks * pairs
+        transforms = samples * (geometry.in_channels + geometry.out_channels) + self.tiles * pairs
         products = cost.complex_products(samples * pairs * prod(tile.frequencies), self.problem)
         return transforms * tile.seconds(self.problem, geometry.in_channels) + products
 
     @property
     def calls(self) -> float:
-        return self.turns * cost.FFT_CALLS * -(-self.geometry.group_outputs // self.several)
+        return self.tiles * cost.FFT_CALLS * -(-self.geometry.group_outputs // self.several)
 
     @cached_property
     def computes_again(self) -> bool:
         """Whether a block that is not finite is computed from its windows."""
-        return prod(self.block) * self.geometry.out_channels * self.geometry.reduction <= MOST_PRODUCTS
+        geometry = self.geometry
+        return prod(self.block) * geometry.out_channels * geometry.group_channels * prod(self.taps) <= MOST_PRODUCTS
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
         again = "computed again from its windows" if self.computes_again else "left so, all of it"
-        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
+        parts = ""
+        if self.taps != self.geometry.kernel:
+            parts = f"; parts of {' x '.join(map(str, self.geometry.spatial(self.taps)))} taps"
+        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}{parts}"
 
     # What it does.
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
+        kernels = [
+            (grad, sums.reshape(*sums.shape[:2], geometry.group_channels, *geometry.kernel, copy=False))
+            for grad, sums in pairs
+        ]
+        for part in product(*map(ranges_of, geometry.kernel, self.taps)):
+            own: Any = (..., *(slice(axis.start, axis.stop) for axis in part))
+            self._add_part(run, block.with_taps(part), images, [(grad, sums[own]) for grad, sums in kernels], is_first)
+
+    def _add_part(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+        """Add to the sums (groups, rows, channels, *taps) of a part of the kernel."""
+        geometry = block.geometry
+        if not block.tile(geometry.in_channels).not_zeros:
+            for _, sums in pairs if is_first else ():
+                sums.fill(0)
+            return
         size = self.tile.shape(tile_size(geometry, block.size[1:]))
         image = images.scratch.array("tile", (geometry.in_channels, block.size[0], *size))
         images.read_tile(block, image)
@@ -144,18 +200,18 @@ class GradientFft(WeightGradientLoop):
         for grad, sums in pairs:
             for outputs in parts_of(sums.shape[1], self.several):
                 own, target = grad[:, outputs], sums[:, outputs]
-                product = self._product(images, block, x, own)
-                if self.computes_again and not np.isfinite(product.sum()):
-                    self._add_columns(run, block, images, own, target, is_first)
-                elif is_first:
-                    target[...] = product.reshape(target.shape)
+                values = self._product(images, block, x, own)
+                if self.computes_again and not np.isfinite(values.sum()):
+                    values = self._of_columns(run, block, images, own, target)
+                if is_first:
+                    target[...] = values
                 else:
-                    target += product.reshape(target.shape)
-                del product  # before memory for the next one is had
+                    target += values
+                del values  # before memory for the next ones is had
 
     def _product(self, images: Images, block: Block, x: np.ndarray, grad: np.ndarray) -> np.ndarray:
         """The gradients (groups, outputs, channels, *taps) of some outputs."""
-        geometry, axes = self.geometry, (*grad.shape[:2], block.size[0])
+        geometry, axes = block.geometry, (*grad.shape[:2], block.size[0])
         apart = images.scratch.array("grad", (*axes, *self.tile.shape(tile_size(geometry, block.size[1:]))))
         apart.fill(0)
         place: Any = (..., *every(block.size[1:], geometry.stride))
@@ -176,19 +232,24 @@ class GradientFft(WeightGradientLoop):
             products = products.sum(beside, keepdims=True)
         return self.tile.image(products, 3, every(geometry.kernel, geometry.dilation))
 
-    def _add_columns(
-        self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, sums: np.ndarray, is_first: bool
-    ) -> None:
-        """The same as it is defined, of as many pixels at a time as the block's memory has room for."""
-        problem, item, room = self.problem, self.x_dtype.itemsize, self.columns_bytes
+    def _of_columns(
+        self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, target: np.ndarray
+    ) -> np.ndarray:
+        """The same as it is defined, of as many pixels and taps at a time as the block's memory has room for."""
+        problem, geometry, item, room = self.problem, block.geometry, self.x_dtype.itemsize, self.columns_bytes
+        most = geometry.taps
+        while most > 1 and box_bytes(problem, (1, 1, 1, 1), item, most) > room:
+            most = -(-most // 2)
         size = largest_block(
-            self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
+            geometry, lambda part: box_bytes(problem, part, item, most), room, block.area, 1, block.size[0]
         )
+        sums = np.zeros((*target.shape[:3], geometry.taps), target.dtype)
         for at, part in block.parts(size):
-            columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)
             own: Any = (slice(None), slice(None), *at)
-            run.add_product(grad[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)
-            is_first = False
+            matrix = grad[own].reshape(*grad.shape[:2], part.area)
+            for taps, columns in images.some_taps(part, most):
+                run.add_product(matrix, columns.reshape(geometry.groups, -1, part.area), sums[..., taps], False)
+        return sums.reshape(target.shape)
 
 
 WAYS = (GradientFft,)

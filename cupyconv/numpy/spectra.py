@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ProductsProblem
 from cupyconv.problem.transforms import transformed_axes
@@ -30,6 +31,10 @@ from cupyconv.problem.transforms import transformed_axes
 BLOCK = 2 << 20
 #: How much longer each transform is that is looked at than the one before.
 LONGER = 1.4
+#: The part of the limit below which the spectra of a weight leave room enough.
+SMALL_SPECTRA = 8
+#: Parts of a kernel along an axis up to which it is counted which tiles lie in padding.
+COUNTED = 1024
 #: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
 MOST_PRODUCTS = 1 << 34
 
@@ -57,6 +62,51 @@ def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
             yield before
 
 
+def has_large_spectra(problem: ProductsProblem) -> bool:
+    """Whether the spectra of a weight leave little room for tiles that are larger than the kernel, so that it is cut too."""
+    geometry = problem.geometry
+    spectra = geometry.out_channels * geometry.group_channels * prod(geometry.span)
+    return SMALL_SPECTRA * spectra * ITEMSIZE[accumulator(problem.dtype)] > problem.limit
+
+
+def part_extents(geometry: ConvGeometry) -> Iterator[tuple[Triple, Triple]]:
+    """Extents of blocks of the result, and taps of parts of the kernel, that are worth a look, the smallest tiles first.
+
+    A tile has half of its length from either, as both have to be gone through, unless one of them is shorter.
+    """
+    from scipy.fft import next_fast_len
+
+    along, longest = transformed_axes(geometry), cost.SHORTEST * 1.0
+    whole = geometry.out_size, geometry.kernel
+    extents, taps = [1, 1, 1], [1, 1, 1]
+    while any((extents[axis], taps[axis]) != (whole[0][axis], whole[1][axis]) for axis in along):
+        longest *= LONGER
+        for axis in along:
+            stride, gap, reached = geometry.stride[axis], geometry.dilation[axis], geometry.reached[axis]
+            length = reached if reached <= longest else next_fast_len(int(longest), True)
+            span = max(length // 2, length - (geometry.out_size[axis] - 1) * stride)
+            taps[axis] = even_part(geometry.kernel[axis], (span - 1) // gap + 1)
+            extents[axis] = even_part(geometry.out_size[axis], (length - (taps[axis] - 1) * gap - 1) // stride + 1)
+        yield (extents[0], extents[1], extents[2]), (taps[0], taps[1], taps[2])
+
+
+def tiles_read(geometry: ConvGeometry, block: Sequence[int], taps: Sequence[int]) -> int:
+    """Tiles of all blocks (n, d, h, w) under all parts of the kernel, of so many taps, that do not lie in padding alone."""
+    count = -(-geometry.batch // block[0])
+    for axis, (own, part) in enumerate(zip(block[1:], taps)):
+        size, stride, gap = geometry.size[axis], geometry.stride[axis], geometry.dilation[axis]
+        blocks, parts, step = -(-geometry.out_size[axis] // own), -(-geometry.kernel[axis] // part), own * stride
+        if geometry.padding_mode != "constant" or parts > COUNTED:
+            count *= blocks * parts
+            continue
+        reach = (own - 1) * stride + (part - 1) * gap + 1
+        firsts = [first * part * gap - geometry.before[axis] for first in range(parts)]
+        count *= sum(
+            max(0, min(blocks, -((first - size) // step)) - max(0, -(first + reach) // step + 1)) for first in firsts
+        )
+    return count
+
+
 def with_lines(geometry: ConvGeometry, block: Sequence[int], most: int) -> tuple[int, int, int, int]:
     """The block (n, d, h, w) with as many samples, and pixels along axes that are not transformed, as are at most so many."""
     counts, along, wider = (geometry.batch, *geometry.out_size), transformed_axes(geometry), list(block)
@@ -81,11 +131,10 @@ class Tile:
     is_real: bool
 
     @classmethod
-    def of(cls, geometry: ConvGeometry, pixels: Sequence[int], is_real: bool) -> Tile:
-        """The tile that all windows of so many pixels of the result lie in."""
+    def of(cls, geometry: ConvGeometry, pixels: Sequence[int], is_real: bool, along: tuple[int, ...]) -> Tile:
+        """The tile that all windows of so many pixels of the result lie in, transformed along these axes."""
         from scipy.fft import next_fast_len
 
-        along = transformed_axes(geometry)
         read = [(n - 1) * stride + span for n, stride, span in zip(pixels, geometry.stride, geometry.span)]
         depth, height, width = (
             next_fast_len(extent, is_real) if axis in along else extent for axis, extent in enumerate(read)

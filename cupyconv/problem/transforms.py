@@ -15,6 +15,8 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProble
 
 #: What a plan says of results.
 ERRORS = "rounding errors are relative to the largest elements of a tile"
+#: What must fit the workspace limit.
+SMALLEST = "the smallest tile with its spectra"
 #: Shares of groups or of outputs that are computed one after the other, at most.
 MOST_SHARES = 64
 #: What may be computed in shares.
@@ -30,7 +32,7 @@ Cut = tuple[tuple[str, int, int], ...]
 
 
 def no_room(limit: int) -> NotApplicable:
-    return NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+    return NotApplicable(f"{SMALLEST} does not fit the workspace limit of {limit:,} bytes")
 
 
 def is_real(problem: ProductsProblem) -> bool:
