@@ -63,6 +63,13 @@ def test_numpy_and_device_arrays_are_not_mixed(cuda_target, argument):
     assert_refused(cuda_target, TypeError, words, cupyconv.conv, **arguments)
 
 
+def test_a_gradient_of_another_library_is_refused(cuda_target):
+    """That of a mean needs no other array, which would tell."""
+    _, pullback = cupyconv.vjp(cupyconv.avg_pool, placed(Ones((1, 2, 8)), cuda_target), 2)
+    words = ["grad is numpy.ndarray", "library and device of the result"]
+    assert_refused(cuda_target, TypeError, words, pullback, np.ones((1, 2, 4)))
+
+
 def test_arrays_on_two_devices(monkeypatch):
     """Two arrays of CuPy's class, on two devices that are not there."""
     cupy_like = type("ndarray", (), {"__module__": "cupy"})

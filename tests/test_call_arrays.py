@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from math import prod
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cupyconv
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Axes
 from cupyconv.call.dispatch import backend_for
@@ -31,6 +33,12 @@ def a_view(random: Random, memory: np.ndarray) -> np.ndarray:
     return view.T if random.random() < 0.3 else view
 
 
+def with_other_steps(array: np.ndarray) -> np.ndarray:
+    """The same elements: the step along an axis of one is never made."""
+    strides = [step if extent > 1 else 24 for extent, step in zip(array.shape, array.strides)]
+    return np.lib.stride_tricks.as_strided(array, array.shape, strides)
+
+
 def bytes_of(array: np.ndarray) -> set[int]:
     places = np.full(array.shape, address(array), np.int64)
     for axis, (extent, step) in enumerate(zip(array.shape, array.strides)):
@@ -45,7 +53,7 @@ def test_an_out_is_refused_where_an_element_of_it_is_another_arguments():
     for _ in range(600):
         arrays = {name: a_view(random, memory) for name in ("x", "residual", "out")}
         if random.random() < 0.2:
-            arrays["residual"] = arrays["out"][...]
+            arrays["residual"] = with_other_steps(arrays["out"])
         out, x, residual = arrays["out"], arrays["x"], arrays["residual"]
         same = residual.dtype == out.dtype and residual.shape == out.shape and address(residual) == address(out)
         steps = [[step for step, n in zip(one.strides, one.shape) if n > 1] for one in (residual, out)]
@@ -63,6 +71,21 @@ def test_an_out_is_refused_where_an_element_of_it_is_another_arguments():
             assert memory_of.is_residual(arrays, address) == (same and steps[0] == steps[1])
         seen.append((expected, *meets))
     assert len(set(seen)) >= 5, "every kind of meeting"
+
+
+def test_an_out_of_which_nobody_can_say_is_refused():
+    """Whether these have an element in common takes NumPy a minute to find out."""
+    itemsize = np.dtype(np.float32).itemsize
+
+    def laid_out(place: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> SimpleNamespace:
+        strides = tuple(itemsize * step for step in steps)
+        return SimpleNamespace(shape=shape, strides=strides, dtype=np.dtype(np.float32), place=itemsize * (1 + place))
+
+    x = laid_out(0, (1049, 1049, 1049), (36674, 61119, 85569))
+    out = laid_out(64023025, (1049, 1049, 1), (12223, 12224, 1))
+    backend: Any = SimpleNamespace(address=lambda array: array.place)
+    with pytest.raises(ValueError, match="out overlaps x"):
+        OutMemory({"x": x, "out": out}, ["out"], "residual").check((x, out), backend)
 
 
 @pytest.mark.parametrize("spatial", [1, 2, 3, 4, 5])
@@ -102,6 +125,16 @@ def test_images_are_described_as_they_are_viewed(spatial, batched):
         assert back.shape == image.shape and np.array_equal(back, image)
         copies += len(copied)
     assert (copies > 0) == (spatial > 3)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [(7,), (7, 6), (5, 6, 7)])
+def test_a_result_without_samples_lies_as_one_of_them(size, channels_last):
+    x, weight = np.ones((2, 3, *size), np.float32), np.ones((4, 3, *(2 for _ in size)), np.float32)
+    if channels_last:
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    several, one = cupyconv.conv(x, weight), cupyconv.conv(x[0], weight)
+    assert one.strides == several.strides[1:] and (one.strides[0] == one.itemsize) == channels_last
 
 
 def shares(image: np.ndarray, spatial: int) -> bool:

@@ -250,6 +250,7 @@ ROW_CALLS = {
     "no rows": ((1, 6, 9, 12), (6, 1, 5, 3), dict(padding=((40, 40), (1, 1)))),
     "beside": ((1, 6, 5, 9, 12), (6, 1, 3, 3, 3), dict(padding=2)),
     "depth": ((1, 6, 9, 5, 12), (6, 1, 3, 1, 3), dict(padding=(1, 0, 1))),
+    "two planes": ((1, 6, 2, 5, 12), (6, 1, 3, 1, 3), dict(padding=(1, 0, 1))),
     "result": ((1, 6, 20, 12), (6, 1, 3, 1), dict(padding=((30, 30), (0, 0)))),
     "tiles": ((1, 6, 20, 12), (6, 1, 3, 3), dict(padding=1, padding_mode="edge")),
     "turns": ((1, 70, 90, 60), (70, 1, 3, 3), dict(padding=1)),

@@ -59,6 +59,19 @@ def test_any_inputs(target, channels, outputs, spatial, batch, dtype, method, bi
     assert_exact(target.to_host(actual), expected, dtype)
 
 
+def test_an_out_whose_leading_axes_have_no_one_stride(target):
+    """It is computed beside its memory and copied there, each time; what lies between stays as it was."""
+    rng = np.random.default_rng(0)
+    x, weight = (integers(rng, shape, "float32") for shape in ((2, 3, 2, 4, 2, 3, 2), (5, 3)))
+    memory = target.to_device(np.full((2, 5, 4, 4, 2, 3, 2), 7, np.float32))
+    out = memory[:, :, ::2]
+    for _ in range(2):
+        out[...] = 0
+        assert cupyconv.linmerge([target.to_device(x)], target.to_device(weight), out=out) is out
+        assert_exact(target.to_host(out), reference.linmerge([x], weight), "float32")
+        assert (target.to_host(memory)[:, :, 1::2] == 7).all()
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 40, 65, 120, 130])
 @pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
 def test_any_number_of_inputs(target, count, method):

@@ -53,6 +53,33 @@ def test_lists_and_residuals_are_found_by_their_names():
         np.testing.assert_array_equal(call(x=[a, b], residual=given), cupyconv.conv([a, b], w, residual=given))
 
 
+def test_calls_are_told_apart_by_what_they_are_given():
+    """The same arrays in the same order by other names, or in a list: another call; one that is None is not there."""
+    call = RepeatedCall(cupyconv.conv, {"weight": integers(4, 4, 3, 3), "padding": 1, "method": "gemm"})
+    x, other, halves = integers(1, 4, 6, 6), integers(1, 4, 6, 6), [integers(1, 2, 6, 6), integers(1, 2, 6, 6)]
+    added = call(residual=other, x=x) - call(residual=None, x=x)
+    np.testing.assert_array_equal(added, other)
+    assert call(out=other, x=x) is other
+    call(x=halves, residual=None), call(x=x)
+    with pytest.raises(ValueError, match="channels"):
+        call(x=halves[0], residual=halves[1])
+    with cupyconv.options(workspace_limit=0), pytest.raises(ValueError, match="the limit is 0"):
+        call(x=x)
+
+
+def test_a_layout_is_checked_once(monkeypatch):
+    """Of two sizes in turn each; and of a weight that is given each time nothing is said to be kept."""
+    w, checked = integers(4, 4, 3, 3), []
+    whole = RepeatedCall.checked
+    monkeypatch.setattr(RepeatedCall, "checked", lambda self, **given: checked.append(1) or whole(self, **given))
+    call = RepeatedCall(cupyconv.conv, {"weight": w})
+    for size in (8, 9, 8, 9):
+        call(x=integers(1, 4, size, size))
+    assert len(checked) == 2
+    given = {"x": integers(1, 4, 8, 8), "weight": w}
+    assert not RepeatedCall(cupyconv.conv, {"padding": 1}).checked(**given).problem.weight_is_constant
+
+
 def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
     w, x = RNG.normal(size=(64, 64, 3, 3)).astype(np.float32), RNG.normal(size=(1, 64, 40, 40)).astype(np.float32)
     first = cupyconv.conv(x, w, method="winograd")  # from here on it is known how many threads BLAS has

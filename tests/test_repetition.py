@@ -30,9 +30,11 @@ from cupyconv.call.operation import Operation, bound, forget_calls
 from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run import backend as cuda_run_backend
 from cupyconv.cuda.run.parameters import PackedParameters
+from cupyconv.numpy.backend import NumpyBackend
 from cupyconv.ops import conv as conv_operation
 from cupyconv.ops.conv import CONV, check_conv, unpack_prologue
 from cupyconv.problem.plan import GemmCall, KernelLaunch
+from cupyconv.problem.problems import UnlikeItsModel
 from tests.benchmarks.host_time import NullArray, NullDevice, cuda_calls
 from tests.host_device import GemmRecord, LaunchRecord
 
@@ -208,6 +210,21 @@ def test_an_out_is_looked_at_every_time(target):
         cupyconv.conv(interleaved[0, ..., 0], weight, out=interleaved[0, ..., 1])
 
 
+def test_each_out_of_several_is_looked_at_every_time():
+    """The second of them too; and the residual that an out may be is that of a chain's last layer."""
+    x, w_ih, w_hh = np.ones((3, 2, 4)), np.ones((4, 4)), np.ones((4, 4))
+    y, h = np.zeros((3, 2, 4)), np.zeros((1, 2, 4))
+    for out in ((y, h), (y, h)):
+        cupyconv.rnn(x, w_ih, w_hh, out=out)
+    with pytest.raises(ValueError, match=r"out\[1\] overlaps x"):
+        cupyconv.rnn(x, w_ih, w_hh, out=(y, x[:1]))
+    out, weight = np.ones((1, 2, 5)), np.ones((2, 2, 1))
+    layers = [cupyconv.ConvLayer(weight), cupyconv.ConvLayer(weight, residual=out)]
+    for ones in (1, 5, 9):
+        assert (out == ones).all()
+        cupyconv.conv_chain(np.ones((1, 2, 5)), layers, out=out)
+
+
 def test_an_out_that_became_read_only_is_refused():
     x, weight, out = np.ones((1, 2, 5)), np.ones((2, 2, 1)), np.zeros((1, 2, 5))
     cupyconv.conv(x, weight, out=out)
@@ -230,6 +247,19 @@ def test_equal_values_of_other_types_are_told_apart():
     values = (0.0, -0.0, 0, False, None, "0.0", "0", np.int64(0), np.int32(0), (), ((),), (0,), [0])
     assert len({repetition._typed((value,)) for value in values}) == len(values)
     assert len({repetition._typed((("leaky_relu", value),)) for value in values}) == len(values)
+
+
+def test_a_list_that_changed_is_read_anew(target):
+    """The very same object, of another value: also one within a tuple."""
+    x, weight = (target.to_device(np.ones(s, np.float32)) for s in ((1, 2, 6, 6), (2, 2, 2, 2)))
+    stride, pads = [1, 1], [0, 0]
+    for height in (5, 3):
+        assert cupyconv.conv(x, weight, stride=stride).shape == (1, 2, height, 5)
+        stride[0] = 2
+    padding = (pads, (0, 0))
+    for height in (5, 6):
+        assert cupyconv.conv(x, weight, padding=padding).shape == (1, 2, height, 5)
+        pads[1] = 1
 
 
 def test_the_same_array_in_another_place_is_told_apart(target):
@@ -285,7 +315,9 @@ def test_arrays_of_a_subclass_take_the_long_way():
     """A masked array is refused although a plain one of its layout is remembered."""
     x, weight = np.ones((1, 2, 5)), np.ones((2, 2, 1))
     cupyconv.conv(x, weight)
-    for masked in ((np.ma.array(x), weight), (x, np.ma.array(weight))):
+    cupyconv.conv([x[:, :1], x[:, 1:]], weight)
+    cases = (np.ma.array(x), weight), (x, np.ma.array(weight)), ([x[:, :1], np.ma.array(x[:, 1:])], weight)
+    for masked in cases:
         with pytest.raises(TypeError, match="MaskedArray"):
             cupyconv.conv(*masked)
 
@@ -454,6 +486,29 @@ def test_a_remembered_call_too_is_retried_with_smaller_chunks(cuda_target):
     finally:
         device.fail_allocations_over = None
     assert (out == 36).all() and len(device.log) > 2
+
+
+def test_a_device_that_refuses_what_its_model_has_is_planned_for_anew(monkeypatch):
+    """Once: a call like it runs the new plan."""
+    prepare, plans, attempts = NumpyBackend.prepare, [], []
+
+    def prepared(backend: NumpyBackend, plan: Any) -> Callable[[Any], None]:
+        execute = prepare(backend, plan)
+        plans.append(plan)
+        number = len(plans)
+
+        def attempt(arrays: Any) -> None:
+            attempts.append(number)
+            if number == 1:
+                raise UnlikeItsModel
+            execute(arrays)
+
+        return attempt
+
+    monkeypatch.setattr(NumpyBackend, "prepare", prepared)
+    for _ in range(2):
+        assert (cupyconv.conv(np.ones((1, 2, 6)), np.ones((2, 2, 2))) == 4).all()
+    assert attempts == [1, 2, 2]
 
 
 def test_an_out_at_the_residuals_place_is_the_residual(cuda_target):

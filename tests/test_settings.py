@@ -200,6 +200,13 @@ def test_blocks_end_in_any_order():
     assert current_settings() == Settings()
 
 
+def test_the_end_of_a_block_is_that_of_the_one_around_it():
+    with cupyconv.options(threads=2), cupyconv.options(threads=3):
+        with cupyconv.options(threads=4):
+            pass
+        assert current_settings().threads == 3
+
+
 def test_a_block_may_end_where_it_did_not_begin():
     """As those of generators do that another thread closes: it has nothing to leave there."""
 
