@@ -10,7 +10,17 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, shared_columns, weight_channels, weight_gradient
+from cupyconv.numpy import (
+    depthwise,
+    direct,
+    gemm,
+    long_rows,
+    mec,
+    shared_columns,
+    shifts,
+    weight_channels,
+    weight_gradient,
+)
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -42,7 +52,7 @@ def small_cache(request, monkeypatch):
     monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products: there is no other way.
     others = (weight_gradient.GradientColumns, weight_gradient.GradientTaps, weight_channels.GradientChannels)
-    for way in (gemm.Columns, direct.TapByTap, depthwise.ScaledPixels, *others):
+    for way in (gemm.Columns, shifts.Shifts, direct.TapByTap, depthwise.ScaledPixels, *others):
         monkeypatch.setattr(way, "applies", lambda problem: False)
     forget_calls()
     yield

@@ -65,8 +65,9 @@ METHODS = {
 }
 #: The same of several inputs.
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
-#: Those that are other ones for several groups.
+#: Those that are other ones for several groups; and for one, where Winograd's method saves few products, or is none.
 GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
+STRIDED = {"gemm": Method("cupyconv.numpy.shifts")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
@@ -76,9 +77,13 @@ def plan_conv(problem: ConvProblem) -> Plan:
         from cupyconv.numpy.depthwise import DEPTHWISE  # imported by those that are
 
         return choose(problem, DEPTHWISE)
-    if problem.geometry.groups > 1:
+    geometry = problem.geometry
+    if geometry.groups > 1:
         return choose(problem, METHODS | GROUPED)
-    return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
+    if len(problem.xs) > 1:
+        return choose(problem, MERGING)
+    has_stride, is_line = prod(geometry.stride) > 1, sum(taps > 1 for taps in geometry.kernel) == 1
+    return choose(problem, METHODS | STRIDED if has_stride or is_line else METHODS)
 
 
 def plan_like(plan: Plan, problem: ConvProblem) -> Plan:

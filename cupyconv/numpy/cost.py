@@ -101,6 +101,10 @@ DOT, DOT_BEGUN, BY_VECTOR, VECTOR = 60e-12, 20e-9, 70e-12, 1 << 20
 
 #: Seconds of an element that is copied in cache, of a run of them that begins, and of one that has no neighbours.
 COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
+#: How much longer columns take that do not stay in cache.
+FARTHER = 2.0
+#: Seconds of an element that is copied in a run of hundreds; and of a zero that is written where others are left out.
+SHIFTED, LEFT_OUT = 100e-12, 1e-9
 #: Seconds of an element that is read and added to another in cache; to one that an index array names; and of one that pooling
 #: reads or writes.
 ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12
@@ -311,6 +315,16 @@ def dot(elements: float, length: float, problem: ProductsProblem) -> float:
 def copied(elements: float, run: float, dtype: str, apart: bool = False) -> float:
     """Elements that are copied in cache in runs of so many, or from places that are apart."""
     return elements * ((APART if apart else COPY) * width(dtype) + RUN / max(1.0, run))
+
+
+def shifted(elements: float, run: float, dtype: str) -> float:
+    """Elements that are copied in runs of so many, of several rows each."""
+    return elements * (SHIFTED * width(dtype) + RUN / max(1.0, run))
+
+
+def left_out(elements: float) -> float:
+    """Zeros that are written one by one where columns have elements of another row."""
+    return elements * LEFT_OUT
 
 
 def added_by_index(elements: float, dtype: str) -> float:

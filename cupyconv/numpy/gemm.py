@@ -39,6 +39,7 @@ from cupyconv.numpy.mec import (
     in_runs,
     multiply_parts,
     part_of,
+    parts_of_columns,
     place_parts,
     row_parts,
 )
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
-#: Bytes of a weight whose products are done in parts: each reads it, and columns that are apart in memory, again.
-WEIGHT_OF_PARTS = 256 << 10
-#: How much longer columns take that do not stay in cache.
-FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
 LONG_PRODUCT = 256
 #: Bytes of columns up to which one product alone is bound by what is set up for it.
@@ -251,16 +248,12 @@ class Columns(Product):
         geometry = self.geometry
         columns = self.columns_work(geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps)
         if geometry.in_channels * geometry.taps * prod(self.block) * self.x_dtype.itemsize > 2 * CACHE_BLOCK:
-            columns *= FARTHER
+            columns *= cost.FARTHER
         return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
     @cached_property
     def parts(self) -> cost.Parts | None:
-        outputs, reduction, _ = self._sizes
-        if self.x_dtype != self.factor_dtype or outputs * reduction * self.x_dtype.itemsize > WEIGHT_OF_PARTS:
-            return None
-        parts = cost.parts_of_product(*self._sizes, self.x_dtype.name, may_be_longer=False)
-        return parts if parts and parts.seconds < cost.product(*self._sizes, self.problem) else None
+        return parts_of_columns(self.problem, self._sizes)
 
     @cached_property
     def lone(self) -> LoneProduct | None:

@@ -39,7 +39,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
     weight_copy,
 )
-from cupyconv.numpy.gemm import WAYS as ANY_GROUPS
+from cupyconv.numpy.shifts import WAYS as SHIFTS
 from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -268,4 +268,4 @@ class Layout:
         self.is_in_order = self.length == block[3]
 
 
-WAYS = (LongRows, *ANY_GROUPS)
+WAYS = (LongRows, *SHIFTS)

@@ -25,6 +25,8 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Bytes of a block's columns: fewer, longer calls are worth more than columns that leave room in the cache.
 COLUMNS_BLOCK = 2 << 20
+#: Bytes of a weight whose products with columns are done in parts: each reads it, and columns that are apart in memory, again.
+WEIGHT_OF_PARTS = 256 << 10
 #: Names of a block's memory.
 BUFFERS = "tile", "columns", "products"
 
@@ -51,6 +53,15 @@ def part_of(height: int, reduction: int, length: int, dtype: np.dtype, parts: co
     if parts:
         return parts.rows, parts.columns
     return height, cost.run_of(height, reduction, length, dtype == np.float32) or length
+
+
+def parts_of_columns(problem: ConvProblem, sizes: tuple[int, int, int]) -> cost.Parts | None:
+    """Those of a product of a weight and columns, (outputs, reduction, pixels), where they take less than a whole."""
+    (outputs, reduction, _), dtype = sizes, accumulator(problem.x_dtype)
+    if dtype != accumulator(problem.factor_dtype) or outputs * reduction * ITEMSIZE[dtype] > WEIGHT_OF_PARTS:
+        return None
+    parts = cost.parts_of_product(*sizes, dtype)
+    return parts if parts and parts.seconds < cost.product(*sizes, problem) else None
 
 
 def row_parts(weight: np.ndarray, rows: int) -> list[np.ndarray]:

@@ -82,18 +82,23 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
     raise AssertionError(mode)
 
 
+def inside_image(outputs: range, size: int, stride: int, offset: int) -> range:
+    """Those of the outputs whose tap, at ``output * stride + offset``, is inside the image."""
+    first = min(max(-(offset // stride), outputs.start), outputs.stop)
+    return range(first, max(min(-((offset - size) // stride), outputs.stop), first))
+
+
 def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str) -> list[Segment]:
     """The runs of `outputs` (positions in it) whose tap at ``output * stride + offset`` is read alike."""
-    inside_from = min(max(-(offset // stride), outputs.start), outputs.stop)
-    inside_to = max(min(-((offset - size) // stride), outputs.stop), inside_from)
+    inside = inside_image(outputs, size, stride, offset)
     segments: list[Segment] = []
-    runs = ((outputs.start, inside_from, False), (inside_from, inside_to, True), (inside_to, outputs.stop, False))
-    for begin, end, inside in runs:
+    runs = ((outputs.start, inside.start, False), (inside.start, inside.stop, True), (inside.stop, outputs.stop, False))
+    for begin, end, is_inside in runs:
         if begin == end:
             continue
         at = slice(begin - outputs.start, end - outputs.start)
         first = begin * stride + offset
-        if inside:
+        if is_inside:
             segments.append((at, slice(first, first + (end - begin - 1) * stride + 1, stride)))
         elif mode == "constant":
             segments.append((at, None))
@@ -185,12 +190,14 @@ def phase_reach(windows: Windows) -> tuple[int, ...]:
     )
 
 
-def phase_regions(windows: Windows, block: tuple[range, ...]) -> tuple[Phase, ...]:
-    """All phases of a block's windows; kept between calls, as `tap_regions` are."""
-    key = windows, block
+def phase_regions(windows: Windows, block: tuple[range, ...], bare: bool = False) -> tuple[Phase, ...]:
+    """All phases of a block's windows, with tiles whose rows have no padding if they are to be `bare`; kept between calls, as
+    `tap_regions` are.
+    """
+    key = windows, block, bare
     phases = _PHASES.get(key)
     if phases is None:
-        phases = tuple(_phases(windows, block))
+        phases = tuple(_phases(windows, block, bare))
         _PHASES.keep(key, phases, at_most=_most_bytes(windows, sum(2 + len(phase.regions) for phase in phases)))
     return phases
 
@@ -198,17 +205,42 @@ def phase_regions(windows: Windows, block: tuple[range, ...]) -> tuple[Phase, ..
 _PHASES: Cache[tuple[Phase, ...]] = Cache(KEPT_REGIONS)
 
 
-def _phases(windows: Windows, block: tuple[range, ...]) -> Iterator[Phase]:
-    along = []
-    for taps, stride, gap in zip(windows.kernel, windows.stride, windows.dilation):
-        common = gcd(stride, gap)
-        period = stride // common
-        along.append([(range(first, taps, period), gap // common) for first in range(min(period, taps))])
-    for axes in product(*along):
+def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
+    """The taps of each phase along an axis, and the elements of its tile from one to the next."""
+    taps, stride, gap = windows.kernel[axis], windows.stride[axis], windows.dilation[axis]
+    common = gcd(stride, gap)
+    period = stride // common
+    return [(range(first, taps, period), gap // common) for first in range(min(period, taps))]
+
+
+class BareRow(NamedTuple):
+    """A row of the image without padding, of what a phase of taps along the width reads: one after the other lie in memory."""
+
+    elements: int
+    firsts: range  # for each tap, the element that the first pixel reads, as if the row went on to both sides
+    pixels: list[range]  # for each tap, those that read what is there
+
+
+def bare_rows(windows: Windows) -> list[BareRow]:
+    """Those of all phases along the width."""
+    width, rows = windows.out_size[2], []
+    for taps, gap in phases_along(windows, 2):
+        reach, offset = (len(taps) - 1) * gap, taps.start * windows.dilation[2] - windows.before[2]
+        inside = inside_image(range(width + reach), windows.size[2], windows.stride[2], offset)
+        firsts = range(-inside.start, reach - inside.start + 1, gap)
+        pixels = [range(min(max(0, -first), width), min(max(0, len(inside) - first), width)) for first in firsts]
+        rows.append(BareRow(len(inside), firsts, pixels))
+    return rows
+
+
+def _phases(windows: Windows, block: tuple[range, ...], bare: bool) -> Iterator[Phase]:
+    for axes in product(*(phases_along(windows, axis) for axis in range(3))):
         counts = tuple(len(taps) for taps, _ in axes)
         gaps = tuple(gap for _, gap in axes)
         outputs = [range(own.start, own.stop + (n - 1) * gap) for own, n, gap in zip(block, counts, gaps)]
         offsets = [taps.start * d - b for (taps, _), d, b in zip(axes, windows.dilation, windows.before)]
+        if bare:
+            outputs[2] = inside_image(outputs[2], windows.size[2], windows.stride[2], offsets[2])
         regions = boxes(windows, outputs, windows.stride, offsets)
         own = tuple(slice(taps.start, taps.stop, taps.step) for taps, _ in axes)
         yield Phase(own, counts, gaps, tuple(map(len, outputs)), regions)
@@ -408,6 +440,11 @@ class Block:
     def phases(self) -> tuple[Phase, ...]:
         """What the taps of each phase of the stride read; kept by `phase_regions`."""
         return phase_regions(self.geometry, self._ranges[1:])
+
+    @property
+    def bare_phases(self) -> tuple[Phase, ...]:
+        """The same, of rows without padding."""
+        return phase_regions(self.geometry, self._ranges[1:], bare=True)
 
     def tile(self, channels: int) -> Tile:
         """What all taps read of so many channels."""

@@ -1,0 +1,273 @@
+"""Columns as shifts of the image: what a tap reads of all rows is one run of memory, where rows are as long as the result's.
+
+A window moves along the width by one element, and from the end of a row to the beginning of the next: of an image whose rows
+are as long as those of the result, a tap reads all its pixels in one run, and at the ends of rows what belongs to others.
+These few elements are zeros in the columns, where the padding is::
+
+    rows of the image, one after the other        a b c d | e f g h | i j k l
+    columns of the tap in the middle              a b c d   e f g h   i j k l      one run each
+                       to its left              . a b c   d e f g   h i j k        with d, h overwritten by zeros
+                       to its right             b c d     e f g h   i j k l        with e, i
+
+A run is copied in a third of the time that its rows take one by one, and the products, of all pixels at once, are written where
+the result lies.  Of a stride, the elements that some taps read are brought together first: one image for each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from math import ceil, prod
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch, whole_lines
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, result_takes_sums, temporaries, weight_copy
+from cupyconv.numpy.gemm import WAYS as OTHER_PRODUCTS
+from cupyconv.numpy.mec import (
+    COLUMNS_BLOCK,
+    column_parts,
+    multiply_parts,
+    part_of,
+    parts_of_columns,
+    place_parts,
+    row_parts,
+)
+from cupyconv.numpy.windows import BareRow, Block, Blocks, BlockSize, Phase, bare_rows, phases_along
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import ConvProblem, NotApplicable
+
+#: Pixels with which a product is about as fast as with more.
+LONG_PRODUCT = 256
+#: Calls for some groups of a block, and for each phase of theirs, without those that write zeros.
+TURN_CALLS, PHASE_CALLS = 9, 2
+
+
+class Shift(NamedTuple):
+    """What the taps of a phase read, their columns, and the elements of these that are padding."""
+
+    image: np.ndarray  # (channels, samples, d, h, w)
+    windows: np.ndarray  # (groups, channels, taps of 3 axes, samples, d, run)
+    columns: np.ndarray
+    padding: list[np.ndarray]
+
+
+class Shifts(ConvLoop):
+    """Columns of some groups, in long runs, and their products."""
+
+    name = "shifted columns"
+    words = "columns as shifts of the image, and products"
+    beside_others = cost.PRODUCTS_BESIDE
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        """Whether rows of what a phase of taps reads are no longer than those of the result, and their ends read zeros."""
+        geometry = problem.geometry
+        has_zeros = geometry.padding_mode == "constant" or not (geometry.before[2] or geometry.after[2])
+        has_rows = geometry.taps > 1 and prod(geometry.out_size[:2]) > 1
+        if not problem.is_one_kind or not has_zeros or not has_rows:
+            return False
+        return all(row.elements <= geometry.out_size[2] for row in bare_rows(geometry))
+
+    @property
+    def work(self) -> float:
+        geometry, problem, (samples, _, height, width) = self.geometry, self.problem, self.block
+        one = self._parts.seconds if self._parts else cost.product(*self._sizes, problem)
+        products = self.blocks * samples * geometry.groups * one
+        per_pixel = geometry.batch * geometry.in_channels * prod(geometry.kernel[:2])
+        left_out = sum(width - len(pixels) for row in self._rows for pixels in row.pixels)
+        columns = cost.shifted(per_pixel * geometry.kernel[2] * geometry.pixels, height * width, problem.x_dtype)
+        if self.part * self._columns_bytes > COLUMNS_BLOCK:
+            columns *= cost.FARTHER
+        columns += cost.left_out(per_pixel * prod(geometry.out_size[:2]) * left_out)
+        # Every phase has as much of the image as the next, about.
+        extents = [n + sum(reach) / max(1, len(reach)) for n, reach in zip(self.block[1:3], self._reaches)]
+        elements = prod(extents) * prod(map(len, self._reaches)) * sum(row.elements for row in self._rows)
+        is_apart = geometry.stride[2] > 1
+        run = width if is_apart or geometry.size[2] < width else height * width
+        image = cost.copied(self.blocks * samples * geometry.in_channels * elements, run, problem.x_dtype, is_apart)
+        return products + columns + image + self.store_work
+
+    @property
+    def calls(self) -> float:
+        width = self.block[3]
+        zeros = sum((pixels.start > 0) + (pixels.stop < width) for row in self._rows for pixels in row.pixels)
+        phases = prod(map(len, self._reaches))
+        return self.turns * (TURN_CALLS + phases * (PHASE_CALLS * len(self._rows) + zeros))
+
+    @property
+    def shares(self) -> int:
+        return self.rounds
+
+    @property
+    def largest_product(self) -> int:
+        rows, columns = self._part_of_product
+        return rows * columns * self.geometry.reduction
+
+    @classmethod
+    def sharers(cls, problem: ConvProblem) -> int:
+        # Groups are divided among threads where there are enough of them.
+        threads = problem.host.threads
+        return 1 if problem.geometry.groups >= 2 * threads else threads
+
+    @cached_property
+    def threads(self) -> int:
+        return max(1, min(self.problem.host.threads, self.shares))
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        pixels = COLUMNS_BLOCK // (geometry.reduction * ITEMSIZE[accumulator(problem.x_dtype)] or 1)
+        # Samples together where all groups have room; of a large image a part, of one group.
+        return max(pixels // max(1, geometry.groups), min(pixels, geometry.pixels), LONG_PRODUCT), geometry.batch
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+        loop, width = super().fitted(problem, fixed, limit), problem.geometry.out_size[2]
+        if loop.block[3] < width:
+            loop = cls(problem, (1, 1, 1, width))
+            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
+            if needed > limit:
+                raise NotApplicable(problem.no_room("a row", needed, limit))
+        return loop
+
+    @cached_property
+    def part(self) -> int:
+        groups, threads = self.geometry.groups, self.problem.host.threads
+        room = (self.problem.limit - weight_copy(self.problem) - 2 * Plan.ALIGNMENT) // threads - self.index_bytes
+        most = min(COLUMNS_BLOCK // (self._columns_bytes or 1), room // (self._group_bytes or 1))
+        parts = ceil(groups / max(1, most)) or 1
+        if self.blocks % threads:  # all threads have as many
+            parts = ceil(parts / threads) * threads
+        return ceil(groups / parts) or 1
+
+    @cached_property
+    def each_block(self) -> Blocks:
+        return Blocks(self.geometry, self.block, self.x_dtype.itemsize, self.part)
+
+    @cached_property
+    def in_place(self) -> bool:
+        return result_takes_sums(self.problem)
+
+    # Memory
+
+    @property
+    def workspace(self) -> int:
+        return self.part * self._group_bytes
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group's columns, of the largest phase of its image, and of its sums."""
+        tiles = 1 + temporaries(self.geometry, self.problem.prologue)
+        image = tiles * self._image_elements(self.geometry.group_channels, self.block) * self.x_dtype.itemsize
+        return image + self._columns_bytes + ceil(self.sums_bytes / max(1, self.geometry.groups))
+
+    @property
+    def beside_bytes(self) -> int:
+        return self.part * self._image_elements(self.geometry.group_channels, self.block) * self.x_dtype.itemsize
+
+    @property
+    def _columns_bytes(self) -> int:
+        """Bytes of a group's columns."""
+        samples, *size = self.block
+        return samples * self.geometry.reduction * self._pitch(prod(size)) * self.x_dtype.itemsize
+
+    def _pitch(self, pixels: int) -> int:
+        """Elements from one row of columns to the next: those that begin where cache lines do are read in half as many loads."""
+        return whole_lines(pixels, self.x_dtype.itemsize)
+
+    def _image_elements(self, channels: int, block: BlockSize) -> int:
+        """Elements of the largest phase of so many channels, and what is read before it, or behind."""
+        samples, depth, height, width = block
+        rows = prod(n + max(reach, default=0) for n, reach in zip((depth, height), self._reaches))
+        beyond = max((max(-firsts[0], firsts[-1] - firsts[0]) for _, firsts, _ in self._rows), default=0)
+        return channels * samples * rows * width + beyond
+
+    @cached_property
+    def _rows(self) -> list[BareRow]:
+        """A row of each phase along the width."""
+        return bare_rows(self.geometry)
+
+    @cached_property
+    def _reaches(self) -> list[list[int]]:
+        """Of each phase along the depth, and the height: the elements that it has more than there are pixels."""
+        return [[(len(taps) - 1) * gap for taps, gap in phases_along(self.geometry, axis)] for axis in (0, 1)]
+
+    # Products
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Those of a product, of a sample and a group: outputs, reduction and pixels."""
+        return self.geometry.group_outputs, self.geometry.reduction, prod(self.block[1:])
+
+    @cached_property
+    def _parts(self) -> cost.Parts | None:
+        """Those of a product, where they take less than a whole."""
+        return parts_of_columns(self.problem, self._sizes)
+
+    @cached_property
+    def _part_of_product(self) -> tuple[int, int]:
+        return part_of(*self._sizes, self.factor_dtype, self._parts)
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        geometry, images = self.geometry, run.images
+        if self.in_place:
+            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
+        else:
+            sums = np.empty(block.sums_shape, self.sums_dtype)
+        groups, phases = len(sums), block.bare_phases
+        if groups < geometry.groups:
+            first, last = (group * geometry.group_channels for group in (block.groups.start, block.groups.stop))
+            images = images.some(slice(first, last))
+        make = partial(self._steps, images.scratch, block, phases)
+        shifts, matrices = images.scratch.views(self, (groups, *block.size), ("tile", "columns"), make)
+        for phase, shift in zip(phases, shifts):
+            images.read(phase.regions, block, shift.image)
+            shift.columns[...] = shift.windows
+            for zeros in shift.padding:
+                zeros[...] = 0
+        rows, columns = self._part_of_product
+        place = sums.swapaxes(1, 2).reshape(groups, block.size[0], geometry.group_outputs, -1)
+        weight = run.weight[block.groups, None]
+        multiply_parts(row_parts(weight, rows), matrices, place_parts(place, rows, columns))
+        return sums
+
+    def _steps(self, scratch: Scratch, block: Block, phases: Sequence[Phase]) -> tuple[list[Shift], list[np.ndarray]]:
+        """Every phase of a block, and the columns as matrices."""
+        geometry, (samples, depth, height, width) = self.geometry, block.size
+        groups, per_group = block.groups.stop - block.groups.start, geometry.group_channels
+        memory = scratch.array("tile", (self._image_elements(groups * per_group, block.size),))
+        pixels, item = depth * height * width, memory.itemsize
+        columns = scratch.array("columns", (groups, samples, geometry.reduction, self._pitch(pixels)))
+        _, kh, kw = geometry.kernel
+        g, n, k, _ = columns.strides
+        taps = (geometry.taps * k, kh * kw * k, kw * k, k)
+        all_columns = np.ndarray(
+            (groups, per_group, *geometry.kernel, samples, depth, height * width),
+            columns.dtype,
+            columns,
+            0,
+            (g, *taps, n, height * width * item, item),
+        )
+        shifts = []
+        for index, phase in enumerate(phases):
+            row = self._rows[index % len(self._rows)]
+            shape = groups * per_group, samples, *phase.size[:2], width
+            image = np.ndarray(shape, memory.dtype, memory, -row.firsts[0] * item)
+            c, m, d, h, _ = image.strides
+            gaps = (gap * step for gap, step in zip(phase.gaps, (d, h, item)))
+            own = all_columns[:, :, phase.taps[0], phase.taps[1], phase.taps[2]]
+            windows = np.ndarray(own.shape, memory.dtype, memory, 0, (per_group * c, c, *gaps, m, d, item))
+            by_pixel = own.reshape(*own.shape[:-1], height, width)
+            padding: list[np.ndarray] = []
+            for tap, there in enumerate(row.pixels):
+                some = by_pixel[:, :, :, :, tap]
+                padding += some[..., : there.start], some[..., max(there.start, there.stop) :]
+            shifts.append(Shift(image[..., : row.elements], windows, own, [zeros for zeros in padding if zeros.size]))
+        return shifts, column_parts(columns[..., :pixels], self._part_of_product[1])
+
+
+WAYS = (Shifts, *OTHER_PRODUCTS)
