@@ -40,7 +40,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def shifts_only(monkeypatch):
-    monkeypatch.setitem(convolution.METHODS, "gemm", convolution.STRIDED["gemm"])
+    monkeypatch.setitem(convolution.METHODS, "gemm", convolution.SHIFTED["gemm"])
     for way in (gemm.View, gemm.Columns, mec.MecRows, long_rows.LongRows):
         monkeypatch.setattr(way, "applies", lambda problem: False)
     forget_calls()
@@ -159,14 +159,25 @@ def test_a_row_is_not_cut(monkeypatch):
             assert_exact(cupyconv.conv(x, weight, padding=1, method="gemm"), expected, "float32")
 
 
-def test_layers_of_many_groups_are_shifted(monkeypatch):
+#: Channels, outputs, size, kernel, stride, groups, dtype.
+SHIFTED = {
+    "32 groups": (128, 128, (28, 28), (3, 3), 1, 32, "float32"),
+    "groups of 16 channels": (512, 512, (7, 7), (3, 3), 1, 32, "float32"),
+    "groups and a stride": (256, 256, (28, 28), (3, 3), 2, 32, "float32"),
+    "stride": (16, 16, (59, 59), (3, 3), 2, 1, "float32"),
+    "one row": (96, 64, (42, 10), (1, 5), 1, 1, "float32"),
+    "float64": (96, 32, (13, 13), (3, 3), 1, 1, "float64"),
+}
+
+
+@pytest.mark.parametrize("channels, outputs, size, kernel, stride, groups, dtype", SHIFTED.values(), ids=SHIFTED)
+def test_layers_of_many_groups_and_those_without_winograds_method_are_shifted(
+    channels, outputs, size, kernel, stride, groups, dtype, monkeypatch
+):
     monkeypatch.undo()
     forget_calls()
-    names = []
-    for channels, side, groups, stride in ((128, 28, 32, 1), (256, 14, 32, 1), (512, 7, 32, 1), (256, 28, 32, 2)):
-        x = np.zeros((1, channels, side, side), np.float32)
-        weight = np.zeros((channels, channels // groups, 3, 3), np.float32)
-        with cupyconv.options(threads=1):
-            plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, stride=stride, groups=groups)
-        names += [step.name for step in plan.steps]
-    assert names == ["shifted columns"] * 4
+    x, weight = np.zeros((1, channels, *size), dtype), np.zeros((outputs, channels // groups, *kernel), dtype)
+    padding = tuple(taps // 2 for taps in kernel)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding=padding, stride=stride, groups=groups)
+    assert [step.name for step in plan.steps] == ["shifted columns"]

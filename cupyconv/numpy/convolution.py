@@ -27,7 +27,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop
-from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
+from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose, winograd_refusal
 from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
@@ -67,7 +67,7 @@ METHODS = {
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
 #: Those that are other ones for several groups; and for one, where Winograd's method saves few products, or is none.
 GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
-STRIDED = {"gemm": Method("cupyconv.numpy.shifts")}
+SHIFTED = {"gemm": Method("cupyconv.numpy.shifts")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
@@ -82,8 +82,8 @@ def plan_conv(problem: ConvProblem) -> Plan:
         return choose(problem, METHODS | GROUPED)
     if len(problem.xs) > 1:
         return choose(problem, MERGING)
-    has_stride, is_line = prod(geometry.stride) > 1, sum(taps > 1 for taps in geometry.kernel) == 1
-    return choose(problem, METHODS | STRIDED if has_stride or is_line else METHODS)
+    saves_few = winograd_refusal(problem) or sum(taps > 1 for taps in geometry.kernel) == 1
+    return choose(problem, METHODS | SHIFTED if saves_few else METHODS)
 
 
 def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
