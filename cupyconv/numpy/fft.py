@@ -155,7 +155,7 @@ class Fft(ConvLoop):
         best = min((cut for cut in cuts if isinstance(cut, Cut)), key=attrgetter("seconds"), default=None)
         if best is None:
             needed = min(cut for cut in cuts if isinstance(cut, int))
-            raise NotApplicable(problem.no_room(SMALLEST, needed, limit))
+            raise problem.no_room(SMALLEST, needed, limit)
         first: Any = best.first
         loops: list[Any] = [first]
         if best.shares > 1:

@@ -112,7 +112,7 @@ class ScatteredFft(ScatteredLoop):
         limit = problem.limit_with(weight)
         loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
         if isinstance(loop, int):
-            raise NotApplicable(problem.no_room(SMALLEST, loop, limit))
+            raise problem.no_room(SMALLEST, loop, limit)
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
     # What a block takes.

@@ -38,7 +38,7 @@ from cupyconv.numpy.mec import (
 from cupyconv.numpy.windows import BareRow, Block, Blocks, BlockSize, Phase, bare_rows, phases_along
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import ConvProblem, NotApplicable
+from cupyconv.problem.problems import ConvProblem
 
 #: Pixels with which a product is about as fast as with more.
 LONG_PRODUCT = 256
@@ -131,7 +131,7 @@ class Shifts(ConvLoop):
             loop = cls(problem, (1, 1, 1, width))
             needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
             if needed > limit:
-                raise NotApplicable(problem.no_room("a row", needed, limit))
+                raise problem.no_room("a row", needed, limit)
         return loop
 
     @cached_property
