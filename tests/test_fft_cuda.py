@@ -69,7 +69,7 @@ def test_convolution(cuda_target, order, name):
     x, weight, settings = CASES[name]
     x, weight = normal(*x), normal(*weight, seed=1)
     if multiplies_numbers(weight, settings) and order == "channels side by side":
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="does not fit the workspace limit"):
             cupyconv.explain(cupyconv.conv, *on(cuda_target, (x, weight)), method="fft", **settings)
         return
     check(cuda_target, x, weight, settings)
@@ -401,7 +401,7 @@ def test_a_weight_gradient(cuda_target, order, name):
     x = normal(*x)
     grad = normal(*reference.conv(x, normal(*weight), **settings).shape, seed=2)
     if multiplies_numbers(np.empty(weight), settings) and order == "channels side by side":
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="does not fit the workspace limit"):
             cupyconv.conv_grad_weight(*on(cuda_target, (grad, x)), weight[2:], method="fft", **settings)
         return
     check_weight_gradient(cuda_target, grad, x, weight, settings)

@@ -27,7 +27,7 @@ from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.cuda.plan.occupancy import blocks_that_fit
 from cupyconv.cuda.plan.packed_weight import group_runs
 from cupyconv.problem.machine import KNOWN_GPUS
-from cupyconv.problem.plan import KernelLaunch
+from cupyconv.problem.plan import KernelLaunch, counted
 from tests.variants import all_variants
 
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
@@ -361,7 +361,7 @@ def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, sample
     monkeypatch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
     plan = cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
     call.plan = lambda: plan
-    assert f"{samples} samples at a time" in plan.reason and str(plan).count("pack_weight<") == 1
+    assert f"{counted(samples, 'sample')} at a time" in plan.reason and str(plan).count("pack_weight<") == 1
     padded, itemsize = -(-sum(channels) // (8 if arithmetic == "MMA" else 4)), 16
     assert {b.name: b.nbytes for b in plan.workspace}["channels_last"] == samples * 9 * 8 * padded * itemsize
     assert_exact(cuda.to_host(call.run()), reference.conv(**arrays, **case.parameters), case.dtype)
