@@ -17,16 +17,14 @@ from dataclasses import replace
 from importlib import import_module
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.block_loops import BlockLoop, of_all
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import NO_SUCH_METHOD, NotApplicable, ProductsProblem, ProductsProblemT
-
-if TYPE_CHECKING:
-    from cupyconv.numpy.block_loops import BlockLoop
 
 #: Multiply-adds below which transforms are not taken unasked.
 FEW_PRODUCTS = 1_000_000
@@ -132,16 +130,16 @@ class Draft(NamedTuple):
     seconds: float
 
     def plan(self, rejected: tuple[tuple[str, str], ...]) -> Plan:
-        problem = self.problem
+        problem, loops = self.problem, tuple(self.loops)
         return problem.planned(
-            self.loops,
+            loops,
             self.sizes,
             method=self.method,
             rejected=rejected,
             reason=self.way.reason(problem.geometry),
             price=cost.by_model(self.seconds),
-            bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
-            notes=problem.notes + long_loop(self.loops),
+            bytes_moved=problem.minimal_bytes * max(1, len(loops)),
+            notes=problem.notes + long_loop(loops),
         )
 
 
@@ -166,9 +164,9 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                     if host.most:
                         on_fewer[way] = 0.0  # its blocks may have room then
                     continue
-                seconds = sum(loop.seconds for loop in loops)
+                seconds = of_all(loops, attrgetter("seconds"))
                 if host.most:
-                    on_fewer[way] = sum(loop.work for loop in loops) / fewer
+                    on_fewer[way] = of_all(loops, attrgetter("work")) / fewer
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:

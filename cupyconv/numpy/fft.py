@@ -34,7 +34,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.block_loops import largest_block
+from cupyconv.numpy.block_loops import Shares, largest_block
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, box_bytes, one_tap_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
@@ -157,13 +157,13 @@ class Fft(ConvLoop):
             needed = min(cut for cut in cuts if isinstance(cut, int))
             raise problem.no_room(SMALLEST, needed, limit)
         first: Any = best.first
-        loops: list[Any] = [first]
-        if best.shares > 1:
-            loops = [
-                share_of(problem, first, groups, outputs)
-                for groups in ranges_of(geometry.groups, first.geometry.groups)
-                for outputs in ranges_of(geometry.group_outputs, first.geometry.group_outputs)
-            ]
+        parts = list(
+            product(
+                ranges_of(geometry.groups, first.geometry.groups),
+                ranges_of(geometry.group_outputs, first.geometry.group_outputs),
+            )
+        )
+        loops: Any = Shares(first, len(parts), lambda i: share_of(problem, first, *parts[i]))
         return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
 
     @classmethod
