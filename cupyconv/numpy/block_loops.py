@@ -144,7 +144,7 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def threads(self) -> int:
-        return max(1, min(self.problem.host.threads, self.blocks))
+        return max(1, min(self.problem.host.threads, self.shares))
 
     @cached_property
     def holds_blas(self) -> bool:

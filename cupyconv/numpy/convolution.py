@@ -136,6 +136,12 @@ class ConvLoop(PixelLoop):
 
     # What all have in common.
 
+    def place_of_sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        """Where a block's sums are written: in the result, if they may lie there, else in an array of their own."""
+        if self.in_place:
+            return block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
+        return np.empty(block.sums_shape, self.sums_dtype)
+
     @property
     def store_work(self) -> float:
         """What the epilogue takes: passes over the sums."""

@@ -217,10 +217,7 @@ class ScaledRuns(ScaledLoop):
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry = self.geometry
-        if self.in_place:
-            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
-        else:
-            sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = self.place_of_sums(run, block)
         for groups in parts_of(geometry.groups, self.part):
             runs, pixels = _runs(run.images.some(groups), block)
             shape = (len(runs), geometry.group_outputs, runs.shape[-1])

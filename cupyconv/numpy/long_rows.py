@@ -177,10 +177,7 @@ class LongRows(ConvLoop):
     # Sums
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        if self.in_place:
-            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
-        else:
-            sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = self.place_of_sums(run, block)
         axis, layout = self.axis, self.layout_of(block)
         # (groups, rows of a band, outputs, samples, d, h, w), with bands where the rows' axis is.
         bands = sums.reshape(*sums.shape[: 3 + axis], -1, layout.rows, *sums.shape[4 + axis :])

@@ -374,10 +374,7 @@ class MecRows(ConvLoop):
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         axis, period, scratch = self.geometry.outermost, self._period, run.images.scratch
         row, image, phases = scratch.views(self, block.size, BUFFERS, partial(self._steps, scratch, block.size))
-        if self.in_place:
-            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
-        else:
-            sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = self.place_of_sums(run, block)
         run.images.read_tile(block, image)
         rows, columns_at_once = row.part
         weights = row_parts(run.weight.reshape(self._weight_shape), rows)

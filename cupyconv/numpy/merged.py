@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import (
-    ConvLoop,
-    ConvRun,
-    columns_bytes,
-    copy_bytes,
-    inputs_are_columns,
-    result_takes_sums,
-)
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, copy_bytes, inputs_are_columns
 from cupyconv.numpy.gemm import Columns
 from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block
@@ -63,10 +56,6 @@ class Merge(ConvLoop):
     @cached_property
     def is_added(self) -> bool:
         return _is_added(self.problem)
-
-    @cached_property
-    def in_place(self) -> bool:
-        return result_takes_sums(self.problem)
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:

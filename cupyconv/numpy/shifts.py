@@ -24,7 +24,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
-from cupyconv.numpy.convolution import ConvLoop, ConvRun, result_takes_sums, temporaries, weight_copy
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, temporaries, weight_copy
 from cupyconv.numpy.gemm import WAYS as OTHER_PRODUCTS
 from cupyconv.numpy.mec import (
     COLUMNS_BLOCK,
@@ -113,10 +113,6 @@ class Shifts(ConvLoop):
         threads = problem.host.threads
         return 1 if problem.geometry.groups >= 2 * threads else threads
 
-    @cached_property
-    def threads(self) -> int:
-        return max(1, min(self.problem.host.threads, self.shares))
-
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
@@ -147,10 +143,6 @@ class Shifts(ConvLoop):
     @cached_property
     def each_block(self) -> Blocks:
         return Blocks(self.geometry, self.block, self.x_dtype.itemsize, self.part)
-
-    @cached_property
-    def in_place(self) -> bool:
-        return result_takes_sums(self.problem)
 
     # Memory
 
@@ -214,10 +206,7 @@ class Shifts(ConvLoop):
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry, images = self.geometry, run.images
-        if self.in_place:
-            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
-        else:
-            sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = self.place_of_sums(run, block)
         groups, phases = len(sums), block.bare_phases
         if groups < geometry.groups:
             first, last = (group * geometry.group_channels for group in (block.groups.start, block.groups.stop))

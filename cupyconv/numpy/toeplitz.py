@@ -167,10 +167,7 @@ class ToeplitzLoop(ConvLoop):
         """
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        if self.in_place:
-            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
-        else:
-            sums = np.empty(block.sums_shape, self.sums_dtype)
+        sums = self.place_of_sums(run, block)
         images, weight = run.images.some(block.groups), run.weight[block.groups]
         if not self.multiply(images, block, weight, sums):
             self._sum_alone(run, block, self.kernels(weight), sums)

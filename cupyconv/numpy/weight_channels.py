@@ -132,10 +132,6 @@ class GradientChannels(PixelLoop):
     def turns(self) -> int:
         return self.shares * self.blocks
 
-    @cached_property
-    def threads(self) -> int:
-        return max(1, min(self.problem.host.threads, self.shares))
-
     @property
     def copied_bytes(self) -> int:
         """Bytes of the gradient, where it is no factor as it lies."""
