@@ -273,6 +273,16 @@ def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, cha
         assert price / 40 < bound(problem) <= price, method
 
 
+@pytest.mark.parametrize("size, kernel", [((600, 600), (50, 50)), ((1024, 1024), (31, 31))])
+def test_the_least_estimate_of_transforms_has_many_lines_at_a_time(size, kernel):
+    """It once counted lines that are transformed one by one, which cost twice as much."""
+    x, weight = zeros(1, 1, *size), zeros(1, 1, *kernel)
+    with cupyconv.options(threads=1):
+        bound = cost.least_fft(checked_call(conv, x, weight).problem)
+        estimate = sum(step.seconds for step in steps_of("fft", x, weight))
+    assert estimate / 4 < bound < estimate / 2
+
+
 def test_tiles_are_transformed_along_the_axes_of_several_taps():
     """The next axis has less to write than the one before, which left out what tiles share."""
     rows = (1e3, 1e3, 1e3)

@@ -16,7 +16,7 @@ from tolerance import assert_close
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import fft, fft_parts, fft_scattered, fft_weight_gradient
+from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
 
 
 def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
@@ -54,7 +54,7 @@ def test_input_gradient(name):
 
 @pytest.mark.parametrize("channels, groups", [((12,), 1), ((8,), 4), ((5, 7), 1)])
 def test_input_gradients_in_shares(channels, groups):
-    """The gradients of a list of inputs, each by several loops: over some of its channels, or over some groups."""
+    """The gradients of a list of inputs, each in shares of some of its channels, or of some groups."""
     weight = normal(6 * groups, sum(channels) // groups, 5, 4)
     shapes, settings = [(2, own, 13, 11) for own in channels], dict(padding=2, groups=groups)
     grad = normal(2, len(weight), 13, 12)
@@ -62,7 +62,7 @@ def test_input_gradients_in_shares(channels, groups):
     with cupyconv.options(workspace_limit=60_000):
         plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, shapes, method="fft", **settings)
         actual = cupyconv.conv_grad_input(grad, weight, shapes, method="fft", **settings)
-    assert sum(len(getattr(step, "loops", [step])) for step in plan.steps) > len(channels)
+    assert "shares of" in str(plan)
     for own, one in zip(actual, expected, strict=True):
         assert_close(own, one, "float32", weight.size, factor=4)
 
@@ -143,7 +143,11 @@ def test_a_weight_with_too_large_spectra_is_computed_in_shares():
         with cupyconv.options(workspace_limit=250_000):
             plan = cupyconv.explain(cupyconv.conv, xs, weight, bias, **settings)
             actual = cupyconv.conv(xs, weight, bias, **settings)
-        assert len(plan.steps) > 1 and plan.workspace_bytes <= 250_000
+        (loop,) = plan.steps
+        assert loop.count > 1 and plan.workspace_bytes <= 250_000
+        assert loop.flops == loop.count * loop.first.flops and loop.seconds == loop.count * loop.first.seconds
+        assert plan.bytes_moved == loop.count * loop.first.bytes_moved >= plan.minimal_bytes
+        assert f"for each of {loop.count} shares of " in str(plan)
         assert_close(actual, expected, np.float32, 121 * 8, magnitude=1000.0, factor=4)
 
 
@@ -226,7 +230,7 @@ def test_a_kernel_is_cut_where_its_spectra_have_no_room(name, share, dtypes):
         assert_close(actual, expected, actual.dtype, int(np.prod(kernel[1:])), magnitude=4.0 * weight[0].size, factor=4)
     if share == 1:
         # Of these the whole weight's spectra have room wherever a tile has.
-        assert name in ("3-D", "full", "wrap") or any(isinstance(loop, fft_parts.FftParts) for loop in plan.steps)
+        assert name in ("3-D", "full", "wrap") or any("FFT of parts" in str(loop) for loop in plan.steps)
         with cupyconv.options(workspace_limit=limit // 2), pytest.raises(ValueError, match="smallest tile"):
             cupyconv.conv(x, weight, bias, method="fft", **settings)
 

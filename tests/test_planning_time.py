@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,16 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (huge(1, 2432, 420702), huge(2432, 1, 16)),
         {"stride": 16, "groups": 2432},
     ),
+    "transposed, many groups, strided": (
+        cupyconv.conv_transpose,
+        (huge(10**6, 1000, 1, 373), huge(1000, 3, 5, 257)),
+        {"groups": 1000, "stride": (9, 2)},
+    ),
+    "transposed, many groups, transforms": (
+        cupyconv.conv_transpose,
+        (huge(35, 128, 1774, 37), huge(128, 12, 16, 8)),
+        {"groups": 64, "stride": (2, 8)},
+    ),
     "im2col": (cupyconv.im2col, (huge(1, 4, 3000, 3000), (1000, 1000)), {}),
     "col2im": (cupyconv.col2im, (huge(1, 10**6, 2001**2), (3000, 3000), (1000, 1000)), {}),
     "max_pool": (cupyconv.max_pool, (huge(1, 64, 10**5, 10**5), 10**5), {}),
@@ -124,30 +135,16 @@ ON_NUMPY = CALLS | {
     )
 }
 
-#: What takes longer on NumPy: many parts, of many groups, of which some are transformed at a time.
-MANY_PARTS = {
-    "transposed, many groups, strided": (
-        cupyconv.conv_transpose,
-        (huge(10**6, 1000, 1, 373), huge(1000, 3, 5, 257)),
-        {"groups": 1000, "stride": (9, 2)},
-    ),
-    "transposed, many groups, transforms": (
-        cupyconv.conv_transpose,
-        (huge(35, 128, 1774, 37), huge(128, 12, 16, 8)),
-        {"groups": 64, "stride": (2, 8)},
-    ),
-}
-ON_CUDA = CALLS | MANY_PARTS
-
 
 def seconds_to_plan(
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], on: str | None = None, **settings: Any
 ) -> float:
-    """Processor time, the best of three; of a refusal too, up to where planning says no."""
+    """Processor time of a first call, the best of three; a refusal's too, up to where planning says no."""
     function, arguments, named = call
     times = []
     with cupyconv.options(**settings):
         for _ in range(3):
+            forget()
             start = time.process_time()
             try:
                 planned(function, *arguments, on=on, **named)
@@ -157,6 +154,15 @@ def seconds_to_plan(
             if times[-1] < MOST / 2:
                 break
     return min(times)
+
+
+def forget() -> None:
+    """Clear what planning remembers from call to call, as in a new process."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cupyconv."):
+            for function in list(vars(module).values()):
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def planned(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -189,7 +195,7 @@ def slowness(on: str | None = None) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 10**4])
-@pytest.mark.parametrize("limit", [None, 1000, 100_000, 10**12])
+@pytest.mark.parametrize("limit", [None, 1000, 10_000, 100_000, 10**12])
 @pytest.mark.parametrize("name", ON_NUMPY)
 def test_planning_does_not_grow_with_the_numbers(name, limit, threads):
     taken = seconds_to_plan(
@@ -198,18 +204,11 @@ def test_planning_does_not_grow_with_the_numbers(name, limit, threads):
     assert taken < MOST * slowness()
 
 
-@pytest.mark.parametrize("limit", [None, 1000, 100_000, 10**12])
-@pytest.mark.parametrize("name", MANY_PARTS)
-def test_planning_many_parts_takes_a_few_times_as_long(name, limit):
-    taken = seconds_to_plan(MANY_PARTS[name], workspace_limit=limit, threads=2)
-    assert taken < 4 * MOST * slowness()
-
-
 @pytest.mark.parametrize("limit", [None, 100_000, 10**12])
-@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("name", CALLS)
 def test_planning_for_a_gpu_does_not_grow_with_the_numbers(name, limit):
     """Every chunk's launches were listed: 38 s, and gigabytes."""
-    taken = seconds_to_plan(ON_CUDA[name], "sm_90", workspace_limit=limit)
+    taken = seconds_to_plan(CALLS[name], "sm_90", workspace_limit=limit)
     assert taken < MOST * slowness()
 
 

@@ -43,26 +43,6 @@ if TYPE_CHECKING:
 SMALLEST_BLOCK = 32
 
 
-class Shares(Sequence["BlockLoop"]):
-    """Loops over the shares of a problem, which are cut alike: all are priced as the first, and the others are made where they
-    are asked for.  A hundred that are not taken in the end would take half of what a call's planning may.
-    """
-
-    def __init__(self, first: BlockLoop, count: int, make: Callable[[int], BlockLoop]) -> None:
-        self.first, self._count, self._make = first, count, make
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._make(range(self._count)[index])
-
-
-def of_all(loops: Sequence[BlockLoop], what: Callable[[BlockLoop], float]) -> float:
-    """What all loops take together of something that each takes."""
-    return len(loops) * what(loops.first) if isinstance(loops, Shares) else sum(map(what, loops))
-
-
 @dataclass(frozen=True)
 class BlockLoop(NumpyStep):
     """A loop over blocks of a problem, each finished while in cache; a subclass is a way to run a method."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
-from cupyconv.numpy.block_loops import BlockLoop, of_all
+from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import NO_SUCH_METHOD, NotApplicable, ProductsProblem, ProductsProblemT
@@ -138,7 +138,7 @@ class Draft(NamedTuple):
             rejected=rejected,
             reason=self.way.reason(problem.geometry),
             price=cost.by_model(self.seconds),
-            bytes_moved=problem.minimal_bytes * max(1, len(loops)),
+            bytes_moved=max(problem.minimal_bytes, sum(loop.bytes_moved for loop in loops)),
             notes=problem.notes + long_loop(loops),
         )
 
@@ -164,9 +164,9 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                     if host.most:
                         on_fewer[way] = 0.0  # its blocks may have room then
                     continue
-                seconds = of_all(loops, attrgetter("seconds"))
+                seconds = seconds_of(loops)
                 if host.most:
-                    on_fewer[way] = of_all(loops, attrgetter("work")) / fewer
+                    on_fewer[way] = sum(loop.work for loop in loops) / fewer
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:

@@ -516,7 +516,7 @@ def least_fft(problem: ProductsProblem) -> float:
     pairs = geometry.out_channels * geometry.group_channels
     images = geometry.in_channels * prod(geometry.reached) + geometry.out_channels * geometry.pixels
     kernels = pairs * prod(max(SHORTEST, span) for span, taps in zip(geometry.span, geometry.kernel) if taps > 1)
-    work = fourier(geometry.batch * images + kernels, 4, problem, True)
+    work = fourier(geometry.batch * images + kernels, 4, problem, inf)
     work += geometry.batch * geometry.pixels / 2 * pairs * min(MATRIX_MULTIPLY, COMPLEX_PRODUCT) * slowness(problem)
     return _at_the_least(work, FFT_CALLS, problem)
 

@@ -22,6 +22,7 @@ NaN spoils its whole tile: such a block is computed again from its windows, unle
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -34,7 +35,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.block_loops import Shares, largest_block
+from cupyconv.numpy.block_loops import largest_block
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, box_bytes, one_tap_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
@@ -52,7 +53,7 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.transforms import ERRORS, SMALLEST, is_real, share_problem, share_sizes, transformed_axes
 
@@ -81,29 +82,35 @@ def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cu
     sizes = share_sizes(geometry)
     shares_of = [share_problem(problem, range(groups), range(outputs)) for groups, outputs in sizes]
     for tiling in way.tilings(geometry):
-        for ((groups, outputs), (share, own)), one_by_one in product(zip(sizes, shares_of), (False, True)):
-            line = way(share, cut=own, one_by_one=one_by_one, **tiling)
-            room = limit - fixed - line.spectra_bytes
-            beside = max(line.spectra_bytes, threads * line.workspace)
-            if beside > room:
-                needed = limit - room + beside
-                least = min(least or needed, needed)
-                continue
-            lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
-            loop = replace(line, block=with_lines(geometry, line.block, lines))
-            if threads * loop.workspace > room:  # its products are of matrices, which take all channels at once
-                loop = line
-            shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
-            if best is None or shares * loop.seconds < best.seconds:
-                best = Cut(shares * loop.seconds, loop, shares)
-            break
+
+        def loop_of(size: int, one_by_one: bool = True) -> Fft:
+            share, own = shares_of[size]
+            return way(share, cut=own, one_by_one=one_by_one, **tiling)
+
+        def needed(line: Fft) -> int:
+            return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
+
+        smallest = loop_of(len(sizes) - 1)
+        if needed(smallest) > limit:
+            least = min(least or needed(smallest), needed(smallest))
+            if needed(smallest) > 2 * limit:
+                break  # the tiles that follow are larger
+            continue
+        # The largest share that fits; smaller ones need less.
+        size = bisect_left(range(len(sizes) - 1), True, key=lambda size: needed(loop_of(size)) <= limit)
+        line = loop_of(size, one_by_one=False)
+        if needed(line) > limit:
+            line = loop_of(size)
+        room = limit - fixed - line.spectra_bytes
+        lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
+        loop = replace(line, block=with_lines(geometry, line.block, lines))
+        if threads * loop.workspace > room:  # its products are of matrices, which take all channels at once
+            loop = line
+        groups, outputs = sizes[size]
+        shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
+        if best is None or shares * loop.seconds < best.seconds:
+            best = Cut(shares * loop.seconds, loop, shares)
     return best or least
-
-
-def share_of(problem: ConvProblem, first: Fft, groups: range, outputs: range) -> Fft:
-    """The loop over some groups, or over some outputs of one, as the first share's."""
-    share, cut = share_problem(problem, groups, outputs)
-    return replace(first, problem=share, cut=cut)
 
 
 # --- the method -----------------------------------------------------------------------------------------------
@@ -157,14 +164,8 @@ class Fft(ConvLoop):
             needed = min(cut for cut in cuts if isinstance(cut, int))
             raise problem.no_room(SMALLEST, needed, limit)
         first: Any = best.first
-        parts = list(
-            product(
-                ranges_of(geometry.groups, first.geometry.groups),
-                ranges_of(geometry.group_outputs, first.geometry.group_outputs),
-            )
-        )
-        loops: Any = Shares(first, len(parts), lambda i: share_of(problem, first, *parts[i]))
-        return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
+        loop: Any = first if best.shares == 1 else FftShares(problem, first.block, first=first, count=best.shares)
+        return [loop], {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
 
     @classmethod
     def tilings(cls, geometry: ConvGeometry) -> Iterator[dict[str, Any]]:
@@ -368,6 +369,66 @@ class Fft(ConvLoop):
                 factor = np.ascontiguousarray(by_tap[..., taps]).reshape(*weight.shape[:2], -1)
                 sums[(slice(None), slice(None), *at)] += multiplied(run, factor, columns, part)
         return sums
+
+
+@dataclass(frozen=True)
+class FftShares(Fft):
+    """Shares of a convolution one after the other, of some groups or of some outputs of one.
+
+    All shares are cut like the first one and cost as much.  The loop of a share is made when it runs: there may be thousands.
+    """
+
+    #: The loop of the first share, and the number of shares.
+    first: Any = None
+    count: int = 1
+
+    @cached_property
+    def threads(self) -> int:
+        return int(self.first.threads)
+
+    @property
+    def workspace(self) -> int:
+        return int(self.first.workspace)
+
+    @cached_property
+    def blocks(self) -> int:
+        return int(self.count * self.first.blocks)
+
+    def seconds_on(self, threads: int) -> float:
+        return float(self.count * self.first.seconds_on(threads))
+
+    @property
+    def work(self) -> float:
+        return float(self.count * self.first.work)
+
+    @property
+    def turns(self) -> int:
+        return int(self.count * self.first.turns)
+
+    @property
+    def calls(self) -> float:
+        return float(self.count * self.first.calls)
+
+    @property
+    def flops(self) -> int:
+        return int(self.count * self.first.flops)
+
+    @property
+    def bytes_moved(self) -> int:
+        return int(self.count * self.first.bytes_moved)
+
+    def __str__(self) -> str:
+        groups, outputs = self.first.geometry.groups, self.first.geometry.group_outputs
+        each = counted(groups, "group") if groups > 1 else counted(outputs, "output")
+        return f"{self.first}; for each of {self.count:,} shares of {each}"
+
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
+        whole, first = self.geometry, self.first.geometry
+        groups = ranges_of(whole.groups, first.groups)
+        outputs = ranges_of(whole.group_outputs, first.group_outputs)
+        for own_groups, own_outputs in product(groups, outputs):
+            share, cut = share_problem(self.problem, own_groups, own_outputs)
+            replace(self.first, problem=share, cut=cut).run(arrays, scratch, run_of)
 
 
 def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch, add: bool = False) -> None:
