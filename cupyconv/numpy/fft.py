@@ -81,26 +81,26 @@ def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cu
     least = 0
     sizes = share_sizes(geometry)
     shares_of = [share_problem(problem, range(groups), range(outputs)) for groups, outputs in sizes]
+
+    def loop_of(tiling: dict[str, Any], size: int, one_by_one: bool = True) -> Fft:
+        share, own = shares_of[size]
+        return way(share, cut=own, one_by_one=one_by_one, **tiling)
+
+    def needed(line: Fft) -> int:
+        return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
+
     for tiling in way.tilings(geometry):
-
-        def loop_of(size: int, one_by_one: bool = True) -> Fft:
-            share, own = shares_of[size]
-            return way(share, cut=own, one_by_one=one_by_one, **tiling)
-
-        def needed(line: Fft) -> int:
-            return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
-
-        smallest = loop_of(len(sizes) - 1)
+        smallest = loop_of(tiling, len(sizes) - 1)
         if needed(smallest) > limit:
             least = min(least or needed(smallest), needed(smallest))
             if needed(smallest) > 2 * limit:
                 break  # the tiles that follow are larger
             continue
         # The largest share that fits; smaller ones need less.
-        size = bisect_left(range(len(sizes) - 1), True, key=lambda size: needed(loop_of(size)) <= limit)
-        line = loop_of(size, one_by_one=False)
+        size = bisect_left(range(len(sizes) - 1), True, key=lambda size: needed(loop_of(tiling, size)) <= limit)
+        line = loop_of(tiling, size, one_by_one=False)
         if needed(line) > limit:
-            line = loop_of(size)
+            line = loop_of(tiling, size)
         room = limit - fixed - line.spectra_bytes
         lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(geometry, line.block, lines))
