@@ -1,15 +1,15 @@
 """Convolution, pooling and recurrent layers as functions of NumPy and CuPy arrays.
 
 y = cupyconv.conv(x, weight)              # x is (N, C, *spatial): samples, channels, one to three spatial axes
-y = cupyconv.conv([a, b, c], weight)      # as if concatenated along the channels; the concatenation is never built
+y = cupyconv.conv([a, b, c], weight)      # like a concatenation along the channels, which is never built
 
 layers      conv, linmerge, conv_chain with ConvLayer, conv_transpose, max_pool, avg_pool,
             im2col, col2im
 recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
-gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
+gradients   vjp of the functions above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
             conv_grad_input, conv_grad_weight
 from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
-around it   explain (what a call would run), options, show_config, clear_caches;
+tools       explain (the plan of a call), options, show_config, clear_caches;
             cupyconv.interop.torch, .jax, .dask and .onnx
 """
 

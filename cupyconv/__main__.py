@@ -12,7 +12,7 @@ from cupyconv.problem.problems import METHODS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the result is the exit status."""
+    """Run one command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cupyconv", description="Convolution on NumPy and CuPy arrays.")
     commands = parser.add_subparsers(dest="command", required=True)
     _command(commands, "info", "Print versions, GPUs, what is missing, and where compiled kernels are kept.")

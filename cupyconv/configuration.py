@@ -1,7 +1,7 @@
-"""`show_config`: what the library finds on this machine, for a person and for a bug report.
+"""`show_config`: what the library finds on this machine, for users and for bug reports.
 
-CuPy is looked up by its package metadata.  It is imported only where an NVIDIA driver answers, because
-only then can it say more than its version.
+CuPy is found by its package metadata.  It is imported only if an NVIDIA driver responds, because only then can it
+report more than its version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LABEL_WIDTH = 15
 
 
 def show_config() -> None:
-    """Print versions, GPU, backends and caches: what to look at first, and to paste into a bug report.
+    """Print versions, GPUs, backends and caches; include this page in a bug report.
 
-    Warns of two CuPy packages side by side, which break each other, and of an NVIDIA driver without CuPy.
+    The page warns of two installed CuPy packages, which break each other, and of an NVIDIA driver without CuPy.
 
     Examples
     --------
@@ -40,14 +40,15 @@ def show_config() -> None:
 
 
 def clear_caches() -> None:
-    """Give back what is kept from call to call.
+    """Release everything that is cached between calls.
 
-    Calls like one before find here what was checked and planned for it, and threads their scratch memory: at most 64 MiB
-    of the host's in all, of which what was used least recently is let go.  Results do not depend on it.  It may be
-    cleared at any time, by any thread; calls under way go on.
+    The caches hold checked and planned calls, which later calls of the same kind reuse, and scratch memory of threads.
+    Together they hold at most 64 MiB of host memory; the least recently used entry is evicted first.  Results do not
+    depend on the caches.  Any thread may clear them at any time; running calls continue.
 
-    On a GPU nothing is kept but compiled kernels and the handles of cuBLAS, at most 16 for each thread.  They stay: to
-    destroy them would wait for the GPU.  CuPy's memory pool is CuPy's: ``cupy.get_default_memory_pool().free_all_blocks()``.
+    On a GPU, only compiled kernels and the handles of cuBLAS are cached, at most 16 handles per thread.  They are not
+    released, because destroying them would wait for the GPU.  CuPy manages its memory pool itself:
+    ``cupy.get_default_memory_pool().free_all_blocks()``.
 
     Examples
     --------
@@ -58,13 +59,13 @@ def clear_caches() -> None:
 
 
 def configuration_page() -> str:
-    """What `show_config` prints."""
+    """The text that `show_config` prints."""
     return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}".rstrip() for label, text in _entries())
 
 
 def cupy_distributions() -> list[str]:
-    """Every installed package that brings a module ``cupy``, as ``name version``."""
-    from importlib import metadata  # here and below: what only this page needs is not for `import cupyconv` to load
+    """All installed packages that provide a module ``cupy``, as ``name version``."""
+    from importlib import metadata  # imported here and below, because only this page needs it
 
     found = {
         f"{name} {distribution.version}"
@@ -76,7 +77,7 @@ def cupy_distributions() -> list[str]:
 
 
 def driver_cuda_version() -> int | None:
-    """The CUDA version of the NVIDIA driver as 13000 for 13.0, or None where there is no driver."""
+    """The CUDA version of the NVIDIA driver, 13000 for 13.0, or None if there is no driver."""
     name = _DRIVER_LIBRARIES.get(sys.platform)
     if name is None:
         return None
@@ -89,12 +90,12 @@ def driver_cuda_version() -> int | None:
 
 
 def install_line(cuda: int) -> str:
-    """The command that installs a CuPy for a driver of this CUDA version."""
+    """The command that installs CuPy for a driver of this CUDA version."""
     return f"python -m pip install 'cupy-cuda{13 if cuda >= 13000 else 12}x[ctk]>=14'"
 
 
 def cupy_with_gpu() -> tuple[ModuleType | None, str]:
-    """CuPy where it can use a GPU, else None; and the state in words."""
+    """The module CuPy if it can use a GPU, otherwise None; and the state in words."""
     packages, cuda = cupy_distributions(), driver_cuda_version()
     if cuda is None:
         return None, "no NVIDIA driver was found"
@@ -103,7 +104,7 @@ def cupy_with_gpu() -> tuple[ModuleType | None, str]:
     try:
         cupy = import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # whatever a broken CuPy or driver raises is the finding
+    except Exception as error:  # report whatever a broken CuPy or driver raises
         return None, f"CuPy does not reach a GPU: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return cupy, f"{count} GPU" + "s" * (count != 1)
 
@@ -136,7 +137,7 @@ def _entries() -> Iterator[tuple[str, str]]:
 
     try:
         yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
-    except FileNotFoundError as error:  # a package in an archive, from which CUDA's compiler reads nothing
+    except FileNotFoundError as error:  # the package is in an archive, which CUDA's compiler cannot read
         yield "kernels", f"none: {error}"
     yield from _paragraph(f"compiled when first needed: {', '.join(PARAMETERS)}")
     yield "kept", f"{spent() / 2**20:.1f} of at most {BUDGET >> 20} MiB from call to call; clear_caches() gives it back"

@@ -1,4 +1,4 @@
-"""`cupyconv.interop.dask` by a shorter name: ``cupyconv.dask.conv(x, weight)`` of Dask arrays."""
+"""Short name for `cupyconv.interop.dask`: ``cupyconv.dask.conv(x, weight)`` for Dask arrays."""
 
 from cupyconv.interop.dask import conv, conv_transpose, linmerge, max_pool
 

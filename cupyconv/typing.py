@@ -1,20 +1,21 @@
-"""The types in the signatures of public functions, by name."""
+"""Named types for the signatures of public functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-#: A NumPy array or a CuPy array; all arrays of a call are of one library.  CuPy is not typed, so no checker can tell.
+#: A NumPy or CuPy array; all arrays of a call belong to one library.  CuPy has no types, so a checker cannot verify
+#: this.
 Array: TypeAlias = Any
 
-#: An array where one was given, a list of arrays where a sequence of them was.
+#: An array if an array was given, a list of arrays if a sequence of arrays was given.
 ArrayOrList: TypeAlias = Any
 
-#: One number for all spatial axes, or one for each.
+#: One number for all spatial axes, or one per axis.
 PerAxis: TypeAlias = int | Sequence[int]
 
-#: One number for all sides, one or a pair for each axis, or a name: "valid", "same", "same_lower", "full", "causal".
+#: One number for all sides, a number or a pair per axis, or a name: "valid", "same", "same_lower", "full", "causal".
 Padding: TypeAlias = int | str | Sequence[int] | Sequence[tuple[int, int]]
 
 #: A name, or a tuple of a name and parameters: ``"relu"``, ``("leaky_relu", 0.1)``.

@@ -1,3 +1,3 @@
-"""The version, for people, packaging and `show_config`."""
+"""The version of the package."""
 
 __version__ = "0.1.0"

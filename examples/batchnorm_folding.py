@@ -1,4 +1,4 @@
-"""A residual block of a network at inference: batch normalisations folded away, the rest in the epilogue.
+"""A residual block at inference: batch normalizations are folded into weights, the rest runs in the epilogue.
 
 python examples/batchnorm_folding.py            on NumPy
 python examples/batchnorm_folding.py --cupy     on a GPU
@@ -21,7 +21,7 @@ x = xp.random.standard_normal((8, channels, 28, 28)).astype(xp.float32)
 
 
 def trained_layer():
-    """A weight, and the statistics, scale and shift of the batch normalisation after it."""
+    """Return a weight, and the statistics, scale and shift of the batch normalization after it."""
     weight = xp.random.standard_normal((channels, channels, 3, 3)).astype(xp.float32) / 17
     mean, gamma, beta = xp.random.standard_normal((3, channels)).astype(xp.float32)
     return weight, dict(mean=mean, var=xp.ones_like(mean) / 2, gamma=gamma, beta=beta)
@@ -34,7 +34,7 @@ def batchnorm(y, mean, var, gamma, beta):
 
 (w1, norm1), (w2, norm2) = trained_layer(), trained_layer()
 
-# As trained: convolution, normalisation, activation, each a pass over the image.
+# As trained: convolution, normalization and activation, each of them a pass over the image.
 hidden = xp.maximum(batchnorm(cupyconv.conv(x, w1, padding="same"), **norm1), 0)
 expected = xp.maximum(batchnorm(cupyconv.conv(hidden, w2, padding="same"), **norm2) + x, 0)
 

@@ -1,10 +1,11 @@
-"""Noise taken off a photograph by a tiny U-Net in plain array code, trained with a hand-written reverse pass.
+"""Denoise a photograph with a tiny U-Net in plain array code, trained with a hand-written reverse pass.
 
-python examples/denoise.py                   with the weights that lie beside this file
-python examples/denoise.py --train           makes those weights again, on NumPy in some minutes
+python examples/denoise.py                   with the weights stored next to this file
+python examples/denoise.py --train           trains these weights again, on NumPy in some minutes
 python examples/denoise.py --cupy            on a GPU, with or without --train
 
-It learned from a photograph of a flower and a portrait; the one it is shown, a Chinese pavilion, it has never seen.
+The network learned from photographs of a flower and of a portrait.  It is tested on a Chinese pavilion, which is new to
+it.
 Needs scikit-learn and matplotlib (photographs, the picture denoise.png) and SciPy: pip install '.[examples]'
 """
 
@@ -27,15 +28,15 @@ if "--cupy" in sys.argv:
     import cupy as xp
 else:
     xp = np
-host = getattr(xp, "asnumpy", np.asarray)  # an array as NumPy's
+host = getattr(xp, "asnumpy", np.asarray)  # converts to a NumPy array
 
-NOISE = 0.1  # its standard deviation, where the brightest white is 1
+NOISE = 0.1  # standard deviation, relative to a white of 1
 PATCH, BATCH, STEPS, RATE = 48, 8, 2000, 2e-3
 WEIGHTS = Path(__file__).with_name("denoise_weights.npz")
 
 
 def new_layers(random):
-    """(weight, bias) of every layer, in the order of the forward pass."""
+    """Return (weight, bias) of every layer, in the order of the forward pass."""
 
     def layer(outputs, shape, fan_in, gain=2.0):
         weight = random.normal(0, (gain / fan_in) ** 0.5, shape)
@@ -44,7 +45,7 @@ def new_layers(random):
     def kernels(outputs, inputs, gain=2.0):
         return layer(outputs, (outputs, inputs, 3, 3), 9 * inputs, gain)
 
-    def doubling(outputs, inputs):  # transposed: the inputs first, and one tap for each pixel of the result
+    def doubling(outputs, inputs):  # transposed: inputs first, and one tap per result pixel
         return layer(outputs, (inputs, outputs, 2, 2), inputs)
 
     down = [kernels(16, 3), kernels(24, 16), kernels(32, 24)]
@@ -53,7 +54,7 @@ def new_layers(random):
 
 
 def network(layers, x):
-    """Images x without their noise, and the way back from the gradient of that to those of the layers.
+    """Return the images x without noise, and a function from their gradient to those of the layers.
 
     x ── a ───────────────────── [f, a] ── g ── + x     all pixels
          └── b ──────── [d, b] ── e ── f ┘              half of them along each axis
@@ -85,7 +86,7 @@ def network(layers, x):
 
 
 def train(layers, photographs, random, steps):
-    """Adam on the mean squared error of random patches; yields the loss of each step."""
+    """Minimize the mean squared error of random patches with Adam; yield the loss of each step."""
     moments = [[(xp.zeros_like(array), xp.zeros_like(array)) for array in layer] for layer in layers]
     for step in range(1, steps + 1):
         patches = np.stack([patch(photographs[random.integers(len(photographs))], random) for _ in range(BATCH)])
@@ -102,7 +103,7 @@ def train(layers, photographs, random, steps):
 
 
 def patch(photograph, random):
-    """A square of a photograph or of its every second pixel: colours exchanged, maybe mirrored, maybe a negative."""
+    """Return a square of a photograph at full or half resolution, with permuted colors, maybe mirrored or inverted."""
     step = random.integers(1, 3)
     photograph = photograph[:, ::step, ::step]
     row, column = (random.integers(size - PATCH + 1) for size in photograph.shape[1:])
@@ -112,7 +113,7 @@ def patch(photograph, random):
 
 
 def planes(photograph):
-    """Channels first, between 0 and 1, sides divisible by 4."""
+    """Return the photograph with channels first, values between 0 and 1, and sides divisible by 4."""
     height, width = (size // 4 * 4 for size in photograph.shape[:2])
     return photograph[:height, :width].transpose(2, 0, 1) / 255
 
@@ -122,7 +123,7 @@ def psnr(image, clean):
 
 
 def picture(clean, noisy, median, denoised):
-    """Above: noisy, denoised, and their difference, which should be noise alone; below: a detail of each way."""
+    """Draw noisy, denoised, and their difference, which should be noise alone, above a detail from each method."""
     figure = Figure(figsize=(13.5, 7), layout="constrained")
     detail = (slice(None), slice(110, 210), slice(250, 400))
     shown = [
@@ -146,7 +147,7 @@ def training_photographs():
         return [planes(load_sample_image("flower.jpg")), planes(matplotlib.image.imread(file, "jpg"))]
 
 
-@threadpool_limits.wrap(limits=1)  # products this small: the threads of a BLAS would mostly wait for each other
+@threadpool_limits.wrap(limits=1)  # for such small products, BLAS threads would mostly wait for each other
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
@@ -161,7 +162,7 @@ def main():
         layers, losses = new_layers(random), []
         for step, loss in enumerate(train(layers, training_photographs(), random, options.steps), 1):
             losses.append(loss)
-            shown = 10 if sys.stdout.isatty() else -(-options.steps // 10)  # a bar that moves, or ten lines
+            shown = 10 if sys.stdout.isatty() else -(-options.steps // 10)  # a progress bar, or ten lines
             if step % shown == 0 or step == options.steps:
                 bar, recent = "█" * (40 * step // options.steps), float(sum(losses[-shown:])) / len(losses[-shown:])
                 end = "\r" if sys.stdout.isatty() and step < options.steps else "\n"

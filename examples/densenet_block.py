@@ -1,12 +1,12 @@
-"""A DenseNet block in training: its memory grows with the depth, where concatenating grows with the depth's square.
+"""A DenseNet block in training: its memory grows linearly with depth; with concatenations it grows quadratically.
 
 python examples/densenet_block.py                         on NumPy
 python examples/densenet_block.py --cupy                  on a GPU
-python examples/densenet_block.py --output memory.png     draws the memory, too: pip install '.[examples]'
+python examples/densenet_block.py --output memory.png     also draws the memory: pip install '.[examples]'
 
-Each layer normalises all earlier feature maps (with frozen statistics: a scale and a shift a channel), applies relu
-and a 3x3 convolution.  Written the usual way it keeps their concatenation and the normalised copy, once a layer.
-With a list of feature maps and a prologue it keeps the feature maps, once.
+Each layer normalizes all previous feature maps (with frozen statistics: one scale and shift per channel), and applies
+relu and a 3x3 convolution.  The usual implementation stores their concatenation and the normalized copy, once per
+layer.  With a list of feature maps and a prologue, only the feature maps are stored, once.
 """
 
 import argparse
@@ -25,12 +25,12 @@ else:
     import numpy as xp
 
 DEPTHS = (4, 8, 16, 32)  # layers
-WIDTH, GROWTH = 16, 12  # channels the block begins with; channels a layer adds
+WIDTH, GROWTH = 16, 12  # channels at the block's start; channels per layer
 BATCH, SIZE = 4, 32
 
 
 def new_layers(depth):
-    """(weight, scale, shift) of every layer."""
+    """Return (weight, scale, shift) of every layer."""
     layers = []
     for channels in range(WIDTH, WIDTH + GROWTH * depth, GROWTH):
         weight = xp.random.standard_normal((GROWTH, channels, 3, 3)) * (2 / (9 * channels)) ** 0.5
@@ -40,17 +40,17 @@ def new_layers(depth):
 
 
 def merged(image, layers):
-    """The block's feature maps, and their way back: nothing is concatenated, nothing normalised is kept."""
+    """Return the block's feature maps and their reverse pass; nothing is concatenated, no normalized copy is stored."""
     maps, pullbacks = [image], []
     for weight, scale, shift in layers:
         y, pullback = cupyconv.vjp(cupyconv.conv, maps, weight, padding=1, prologue=(scale, shift, "relu"))
         maps, pullbacks = [*maps, y], [*pullbacks, pullback]
 
     def reverse(grads):
-        """The gradients of all feature maps become that of the image, and those of the layers."""
+        """Return the gradient of the image and those of the layers, from the gradients of all feature maps."""
         found = []
         for pullback in reversed(pullbacks):
-            *grads, grad = grads  # the last map's is complete: every layer that saw it has been passed
+            *grads, grad = grads  # complete for the last map: all layers that read it are done
             back = pullback(grad)
             for earlier, more in zip(grads, back.x):
                 earlier += more
@@ -61,7 +61,7 @@ def merged(image, layers):
 
 
 def concatenating(image, layers):
-    """The same with a copy of everything before it at each layer, and another one, normalised."""
+    """Do the same as `merged`, but copy all previous maps at each layer, and copy them again to normalize them."""
     maps, kept = [image], []
     for weight, scale, shift in layers:
         joined = xp.concatenate(maps, axis=1)
@@ -92,19 +92,19 @@ def concatenating(image, layers):
 
 
 def step(block, image, layers):
-    """All that a training step computes: the feature maps, and the gradients of the image and of every layer."""
+    """Return all results of a training step: the feature maps, and the gradients of the image and of every layer."""
     maps, reverse = block(image, layers)
     image_grad, layer_grads = reverse([xp.ones_like(m) for m in maps])
     return [*maps, image_grad, *(grad for grads in layer_grads for grad in grads)]
 
 
 def peak_of(block, image, layers):
-    """The results of a step, and the most memory that was in use at once, beyond what was before."""
+    """Return the results of a step and the peak memory in addition to what was in use before."""
     if xp.__name__ == "cupy":
         pool = xp.cuda.MemoryPool()
         with xp.cuda.using_allocator(pool.malloc):
             results = step(block, image, layers)
-            return results, pool.total_bytes()  # never given back, so the most there was
+            return results, pool.total_bytes()  # the pool never shrinks, so this is the peak
     tracemalloc.start()
     results = step(block, image, layers)
     _, peak = tracemalloc.get_traced_memory()
@@ -118,10 +118,10 @@ print("Memory of one training step of a dense block; x: as a multiple of that wi
 print("layers    concatenating           merged")
 peaks = [(None, None)]
 worst = 0.0
-# Both blocks sum the same products: other roundings near zero would let a relu pass another gradient.
+# Both blocks sum the same products: different rounding near zero could let a relu pass another gradient.
 with cupyconv.options(workspace_limit=4 << 20, allow_winograd=False):
     for block in (concatenating, merged):
-        step(block, image, new_layers(2))  # what first calls import and keep is no memory of the block's
+        step(block, image, new_layers(2))  # exclude what first calls import and cache
     for depth in DEPTHS:
         layers = new_layers(depth)
         expected, copying = peak_of(concatenating, image, layers)

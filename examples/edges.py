@@ -1,8 +1,8 @@
-"""Edges of an image by orientation: one `conv` with complex Gabor filters on a real image.
+"""Detect edges by orientation: one `conv` applies complex Gabor filters to a real image.
 
 python examples/edges.py                        on NumPy
 python examples/edges.py --cupy                 on a GPU
-python examples/edges.py --output edges.png     draws a picture too: pip install '.[examples]'
+python examples/edges.py --output edges.png     also draws a picture: pip install '.[examples]'
 """
 
 import argparse
@@ -20,11 +20,11 @@ if options.cupy:
 else:
     import numpy as xp
 
-# A disc: its edge has every orientation, and at each point of it we know which.
+# A disc: its edge has every orientation, and the orientation at each of its points is known.
 y, x = xp.mgrid[-64:64, -64:64]
 disc = (x**2 + y**2 < 40**2).astype(xp.float32)
 
-# Eight complex filters of 15 x 15, none of which sees an even brightness.
+# Eight complex filters of 15 x 15 that do not respond to constant brightness.
 angles = xp.pi * xp.arange(8)[:, None, None] / 8
 j, i = xp.mgrid[-7:8, -7:8]
 envelope = xp.exp(-(i**2 + j**2) / 18)

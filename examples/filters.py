@@ -1,10 +1,10 @@
-"""The filters of scipy.ndimage and scipy.signal as calls of cupyconv, each compared with SciPy's own result.
+"""The filters of scipy.ndimage and scipy.signal as calls of cupyconv, each compared with SciPy's result.
 
 python examples/filters.py            on NumPy
 python examples/filters.py --cupy     on a GPU
 
-What differs from SciPy: arrays have axes for samples and channels, (N, C, height, width) or (C, height, width); a kernel
-has two such axes in front; kernels are not flipped (correlation); and edges are treated as `numpy.pad` names it.
+Differences from SciPy: arrays have axes for samples and channels, (N, C, height, width) or (C, height, width).  A
+kernel has two such axes in front.  Kernels are not flipped (correlation).  Edge modes have the names of `numpy.pad`.
 Needs SciPy: pip install '.[examples]'
 """
 
@@ -22,7 +22,7 @@ if parser.parse_args().cupy:
     import cupy as xp
 else:
     xp = np
-host = getattr(xp, "asnumpy", np.asarray)  # an array as NumPy's
+host = getattr(xp, "asnumpy", np.asarray)  # converts to a NumPy array
 
 random = np.random.default_rng(0)
 image = random.random((120, 160))  # height, width
@@ -33,10 +33,10 @@ taps = signal.firwin(101, 0.2)
 blur = np.outer(signal.windows.gaussian(9, 1.5), signal.windows.gaussian(9, 1.5))
 sobel = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]])
 
-# On the GPU, and with the axes that cupyconv wants: of a kernel (results, channels, *kernel).
+# Arrays on the GPU, with the axes that cupyconv needs; a kernel is (results, channels, *kernel).
 x, p, s = xp.asarray(image[None]), xp.asarray(photo.transpose(2, 0, 1)), xp.asarray(leads[:, None])
 k, b, t = xp.asarray(kernel[None, None]), xp.asarray(blur[None, None]), xp.asarray(taps[None, None])
-both = xp.asarray(np.stack([sobel.T, sobel])[:, None].astype(float))  # two kernels, so two results: one call
+both = xp.asarray(np.stack([sobel.T, sobel])[:, None].astype(float))  # one call computes two results from two kernels
 
 same = dict(padding="same")  # as large as the input
 filters = {
@@ -61,7 +61,7 @@ filters = {
         ndimage.correlate(photo, blur[:, :, None], mode="wrap"),
     ),
     "ndimage.maximum_filter, size=3": (
-        cupyconv.max_pool(x, (3, 3), stride=1, **same)[0],  # 3 alone would mean one spatial axis here
+        cupyconv.max_pool(x, (3, 3), stride=1, **same)[0],  # 3 alone would mean one spatial axis
         ndimage.maximum_filter(image, 3),
     ),
     "signal.convolve2d, mode='full'": (

@@ -1,11 +1,12 @@
-"""Half a year of atmospheric CO2, forecast from the years before: causal convolutions feed a GRU, in plain array code.
+"""Forecast half a year of atmospheric CO2: causal convolutions feed a GRU, in plain array code.
 
 python examples/forecast_co2.py            on NumPy, in a few seconds
 python examples/forecast_co2.py --cupy     on a GPU
 
-The series is that of Mauna Loa, weekly from 1958 to 2001, as statsmodels ships it.  The last fifth of it tests the
-network, which learns from the rest.  It is compared with three simple forecasts.  One of them, least squares, is a
-little better than the network: the series is that regular.
+The series is that of Mauna Loa, weekly from 1958 to 2001, as included in statsmodels.  The network learns from the
+first four fifths and is tested on the rest.  It is compared with three simple forecasts.  One of them, least squares,
+is a little better than the network, because the series is very regular.
+
 Needs statsmodels and matplotlib (the picture, co2.png): pip install '.[examples]'
 """
 
@@ -25,15 +26,15 @@ if "--cupy" in sys.argv:
     import cupy as xp
 else:
     xp = np
-host = getattr(xp, "asnumpy", np.asarray)  # an array as NumPy's
+host = getattr(xp, "asnumpy", np.asarray)  # converts to a NumPy array
 
-YEAR, PAST, AHEAD = 52, 156, 26  # weeks: of a year, that the network sees, that it forecasts
+YEAR, PAST, AHEAD = 52, 156, 26  # weeks in a year, in the network's input, in its forecast
 CHANNELS, HIDDEN, DILATIONS, EVERY = 8, 12, (1, 2, 4), 4  # the GRU reads every fourth week
 BATCH, RATE, DECAY, NOISE = 64, 5e-3, 1e-2, 0.4
 
 
 def new_parameters(random):
-    """Weights and biases of the convolutions, of the GRU, and of the forecast from its last state."""
+    """Return weights and biases of the convolutions, of the GRU, and of the forecast from its last state."""
 
     def uniform(bound, *shapes):
         return [xp.asarray(random.uniform(-bound, bound, shape), xp.float32) for shape in shapes]
@@ -47,7 +48,7 @@ def new_parameters(random):
 
 
 def forecast(parameters, x):
-    """The weeks ahead of each series in x, (N, 1, weeks): what runs once the network has learned."""
+    """Return the forecast weeks of each series in x, (N, 1, weeks), for inference."""
     *convolutions, w_ih, w_hh, b_ih, b_hh, weight, bias = parameters
     pairs = zip(convolutions[::2], convolutions[1::2], DILATIONS)
     layers = [ConvLayer(w, b, padding="causal", dilation=d, activation="relu") for w, b, d in pairs]
@@ -57,7 +58,7 @@ def forecast(parameters, x):
 
 
 def forecast_vjp(parameters, x):
-    """The same for learning: the forecast, and the way back from its gradient to the parameters'."""
+    """Return the forecast and a function from its gradient to the parameters', for training."""
     *convolutions, w_ih, w_hh, b_ih, b_hh, weight, bias = parameters
     features, pullbacks = x, []
     for w, b, d in zip(convolutions[::2], convolutions[1::2], DILATIONS):
@@ -80,7 +81,7 @@ def forecast_vjp(parameters, x):
 
 
 class Adam:
-    """Kingma and Ba's optimiser, with decay of the weights: each number's step is scaled by its own gradients so far."""
+    """Kingma and Ba's optimizer with weight decay: each parameter's step is scaled by its own past gradients."""
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -99,13 +100,13 @@ class Adam:
 
 
 def windows(series):
-    """(past, ahead) at every week that has both."""
+    """Return (past, ahead) for every week that has both."""
     cut = np.lib.stride_tricks.sliding_window_view(series, YEAR + PAST + AHEAD)
     return cut[:, :-AHEAD], cut[:, -AHEAD:]
 
 
 def seen(past):
-    """What the network sees: by how much each week was above the same week a year before; in ppm, 1.4 being usual."""
+    """Return the network's input: the increase of each week over the same week a year before, minus 1.4 ppm."""
     return xp.asarray((past[:, YEAR:] - past[:, :-YEAR])[:, None] - 1.4, xp.float32)
 
 
@@ -114,13 +115,13 @@ def a_year_ago(past):
 
 
 def with_growth(past):
-    """A year ago, and as much more as this month has over the same month of last year."""
+    """Return last year's values plus this month's growth over the same month of last year."""
     growth = past[:, -4:].mean(axis=1) - past[:, -4 - YEAR : -YEAR].mean(axis=1)
     return a_year_ago(past) + growth[:, None]
 
 
 def least_squares(past, ahead, test_past):
-    """The best linear map from every fourth week of what the network sees."""
+    """Return the best linear map's forecast from every fourth week of the network's input."""
 
     def matrix(p):
         return np.c_[host(seen(p))[:, 0, ::4].astype(np.float64), np.ones(len(p))]
@@ -130,7 +131,7 @@ def least_squares(past, ahead, test_past):
 
 
 def picture(weeks, series, first_test, forecasts, ahead):
-    """The series with some of the forecasts that were never learned from, and every method's error by week ahead."""
+    """Draw the series with some test forecasts, and every method's error by week ahead."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
     shown = slice(first_test - 2 * YEAR, None)
@@ -156,7 +157,7 @@ def picture(weeks, series, first_test, forecasts, ahead):
     return figure
 
 
-@threadpool_limits.wrap(limits=1)  # products this small: the threads of a BLAS would mostly wait for each other
+@threadpool_limits.wrap(limits=1)  # for such small products, BLAS threads would mostly wait for each other
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
@@ -190,7 +191,7 @@ def main():
             wrong = guess - y[batch]
             rate = RATE * (1 + math.cos(math.pi * (epoch + step / steps) / options.epochs)) / 2
             adam.step(reverse(2 * wrong / wrong.size), rate)
-            losses.append((wrong * wrong).mean())  # not printed yet: that would wait for the GPU
+            losses.append((wrong * wrong).mean())  # not printed yet: printing would synchronize with the GPU
             if sys.stdout.isatty():
                 bar = "█" * (24 * (step + 1) // steps)
                 print(f"epoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="\r", flush=True)

@@ -1,7 +1,7 @@
-"""Filter a Zarr volume that is larger than a worker's memory into another, with Dask.
+"""Filter a Zarr volume that is larger than a worker's memory, and store the result as Zarr, with Dask.
 
-python examples/larger_than_memory.py            on NumPy; it needs Dask and Zarr: pip install '.[dask]'
-python examples/larger_than_memory.py --cupy     on GPUs, one worker each, where dask-cuda is installed
+python examples/larger_than_memory.py            on NumPy; needs Dask and Zarr: pip install '.[dask]'
+python examples/larger_than_memory.py --cupy     on GPUs with one worker each; needs dask-cuda
 """
 
 import argparse
@@ -19,14 +19,14 @@ MIB = 2**20
 
 
 def gaussian(size: int, width: float) -> np.ndarray:
-    """A Gaussian kernel (size, size, size) whose sum is 1."""
+    """Return a Gaussian kernel (size, size, size) whose sum is 1."""
     line = np.exp(-0.5 * ((np.arange(size) - size // 2) / width) ** 2)
     line /= line.sum()
     return (line[:, None, None] * line[:, None] * line).astype(np.float32)
 
 
 def filter_volume(source: Path, target: Path, weight: np.ndarray, cupy: bool) -> None:
-    """Smooth the volume of one Zarr array into another, chunk by chunk; a progress bar shows how far it is."""
+    """Smooth the volume of one Zarr array into another, chunk by chunk, and show a progress bar."""
     import dask.array
     from dask.distributed import progress
 
@@ -46,7 +46,7 @@ def filter_volume(source: Path, target: Path, weight: np.ndarray, cupy: bool) ->
 
 
 def peak_memory() -> int:
-    """The most memory that a worker has had, in bytes."""
+    """Return the peak memory of a worker, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -65,17 +65,17 @@ def main() -> None:
     if arguments.cupy:
         from dask_cuda import LocalCUDACluster
 
-        cluster = LocalCUDACluster(dashboard_address=":0")  # any port that is free
+        cluster = LocalCUDACluster(dashboard_address=":0")  # any free port
     else:
         cluster = LocalCluster(
             n_workers=arguments.workers,
             threads_per_worker=1,
             memory_limit=arguments.memory * MIB,
-            dashboard_address=":0",  # any port that is free
+            dashboard_address=":0",  # any free port
         )
     with tempfile.TemporaryDirectory() as directory, cluster, Client(cluster) as client:
         source, target = Path(directory, "volume.zarr"), Path(directory, "smooth.zarr")
-        shape = (1, *(arguments.size,) * 3)  # one channel; a sample may come without N
+        shape = (1, *(arguments.size,) * 3)  # one channel; a single sample needs no N axis
         noise = dask.array.random.default_rng(0).standard_normal(shape, dtype=np.float32, chunks=(1, 64, 64, 64))
         noise.to_zarr(source)
 
@@ -89,7 +89,7 @@ def main() -> None:
             peak = max(client.run(peak_memory).values())
             print(f"most memory of a worker {peak / MIB:.0f} MiB, of {arguments.memory}")
 
-        # A part of it that lies in eight chunks, by the call in memory.
+        # Compare a part that spans eight chunks with the call in memory.
         before, after = zarr.open(source, mode="r"), zarr.open(target, mode="r")
         expected = cupyconv.conv(before[:, 50:80, 50:80, 50:80], weight)
         difference = abs(expected - after[:, 52:78, 52:78, 52:78]).max()

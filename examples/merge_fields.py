@@ -1,4 +1,4 @@
-"""Combine five fields of a simulation into four, without a copy of them side by side.
+"""Combine five fields of a simulation into four channels, without concatenating them.
 
 python examples/merge_fields.py            on NumPy
 python examples/merge_fields.py --cupy     on a GPU

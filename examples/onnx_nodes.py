@@ -1,11 +1,11 @@
-"""ONNX's convolutions, pooling and recurrent layers on NumPy or CuPy arrays, node by node.
+"""ONNX's convolution, pooling and recurrent operators on NumPy or CuPy arrays, node by node.
 
 python examples/onnx_nodes.py            on NumPy
 python examples/onnx_nodes.py --cupy     on a GPU
 
-For an engine of your own: a node runs by ``OPERATORS[node.op_type](*inputs, **attributes, outputs=len(node.output))``,
-strings being `str` (``value.decode()``).  Each operator is compared with an example from ONNX's documentation, or with its
-formula.  On NumPy ``cupyconv.interop.onnx.operators`` puts them into ONNX's own evaluator.
+Your own engine can run a node with ``OPERATORS[node.op_type](*inputs, **attributes, outputs=len(node.output))``, where
+strings must be `str` (``value.decode()``).  Each operator is compared with an example from ONNX's documentation or with
+its formula.  On NumPy, ``cupyconv.interop.onnx.operators`` adds the operators to ONNX's own evaluator.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from cupyconv.interop.onnx import OPERATORS
 
 
 def run(op_type, *inputs, **attributes):
-    """The first output of a node."""
+    """Return the first output of a node."""
     return OPERATORS[op_type](*inputs, **attributes)[0]
 
 
@@ -44,7 +44,7 @@ def main():
     y = run("AveragePool", ramp(1, 1, 5, 5, start=1), kernel_shape=[5, 5], pads=[2, 2, 2, 2])
     check("AveragePool", y[0, 0, :2], [[7, 7.5, 8, 8.5, 9], [9.5, 10, 10.5, 11, 11.5]])
 
-    # One step from zero states; the gates of an LSTM are i, o, f, c here, those of a GRU are z, r, h.
+    # One step from zero states.  In ONNX, the order of gates is i, o, f, c for an LSTM, and z, r, h for a GRU.
     random, hidden = np.random.default_rng(0), 4
     X = xp.asarray(random.normal(size=(1, 2, 3)), xp.float32)
     W, R, B = (xp.asarray(random.normal(size=(1, *s)), xp.float32) for s in ((16, 3), (16, hidden), (32,)))

@@ -1,4 +1,4 @@
-"""Handwritten digits, learned in plain array code: a small DenseNet whose reverse pass is written by hand.
+"""Learn handwritten digits in plain array code: a small DenseNet whose reverse pass is written by hand.
 
 python examples/train_digits.py            on NumPy, in half a minute
 python examples/train_digits.py --cupy     on a GPU
@@ -22,14 +22,14 @@ if "--cupy" in sys.argv:
     import cupy as xp
 else:
     xp = np
-host = getattr(xp, "asnumpy", np.asarray)  # an array as NumPy's
+host = getattr(xp, "asnumpy", np.asarray)  # converts to a NumPy array
 
-DEPTH, GROWTH, WIDTH = 4, 8, 16  # layers a dense block; channels a layer adds; channels a block begins with
+DEPTH, GROWTH, WIDTH = 4, 8, 16  # layers per dense block; channels per layer; channels at a block's start
 BATCH, RATE, MOMENTUM = 32, 0.03, 0.9
 
 
 def new_layers(random):
-    """(weight, bias) of every layer, in the order of the forward pass."""
+    """Return (weight, bias) of every layer, in the order of the forward pass."""
 
     def layer(outputs, inputs, *kernel):
         weight = random.normal(0, (2 / (inputs * np.prod(kernel))) ** 0.5, (outputs, inputs, *kernel))
@@ -38,12 +38,12 @@ def new_layers(random):
     def block():
         return [layer(GROWTH, WIDTH + GROWTH * i, 3, 3) for i in range(DEPTH)]
 
-    every = WIDTH + GROWTH * DEPTH  # channels of all images of a block
+    every = WIDTH + GROWTH * DEPTH  # total channels of a block's images
     return [layer(WIDTH, 1, 3, 3), *block(), layer(WIDTH, every), *block(), layer(10, every)]
 
 
 def dense_block(image, layers):
-    """Each layer sees the image and every layer before it: merged, without being concatenated."""
+    """Run a block: each layer reads the image and the results of all previous layers, without a concatenation."""
     images, pullbacks = [image], []
     for weight, bias in layers:
         y, pullback = vjp(conv, images, weight, bias, padding="same", activation="relu")
@@ -52,10 +52,10 @@ def dense_block(image, layers):
 
 
 def dense_block_reverse(grads, pullbacks):
-    """The gradients of all images of a block become that of its first image, and those of its layers."""
+    """Return the gradient of the block's first image, and those of its layers, from the gradients of all its images."""
     layers = []
     for pullback in reversed(pullbacks):
-        *grads, grad = grads  # the last image's is complete: every layer that saw it has been passed
+        *grads, grad = grads  # complete for the last image: all layers that read it are done
         back = pullback(grad)
         grads = [earlier + skip for earlier, skip in zip(grads, back.x)]
         layers = [(back.weight, back.bias), *layers]
@@ -63,7 +63,7 @@ def dense_block_reverse(grads, pullbacks):
 
 
 def network(layers, x):
-    """The scores of the ten digits for each image of x, and the way back from their gradient to the layers'."""
+    """Return the scores of the ten digits for each image of x, and a function from their gradient to the layers'."""
     stem, *fine, merge = layers[: DEPTH + 2]
     *coarse, votes = layers[DEPTH + 2 :]
 
@@ -89,14 +89,14 @@ def network(layers, x):
 
 
 def cross_entropy(scores, onehot):
-    """The mean of -log p(true digit), with p the softmax of the scores; and its gradient."""
+    """Return the mean of -log p(true digit), where p is the softmax of the scores, and its gradient."""
     shifted = scores - scores.max(axis=1, keepdims=True)
     log_p = shifted - xp.log(xp.exp(shifted).sum(axis=1, keepdims=True))
     return -(log_p * onehot).sum() / len(scores), (xp.exp(log_p) - onehot) / len(scores)
 
 
 def picture(losses, accuracies, images, digits, guesses):
-    """The curves, and sixty test digits: all that were mistaken (at most twenty), framed in red, among others."""
+    """Draw the curves and sixty test digits: all mistakes (at most twenty), framed in red, among correct digits."""
     wrong, right = np.flatnonzero(guesses != digits), np.flatnonzero(guesses == digits)
     others = right[np.linspace(0, len(right) - 1, 60 - min(20, len(wrong))).astype(int)]
     shown = np.sort(np.concatenate([wrong[:20], others]))
@@ -128,7 +128,7 @@ def picture(losses, accuracies, images, digits, guesses):
     return figure
 
 
-@threadpool_limits.wrap(limits=1)  # products this small: the threads of a BLAS would mostly wait for each other
+@threadpool_limits.wrap(limits=1)  # for such small products, BLAS threads would mostly wait for each other
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
@@ -162,7 +162,7 @@ def main():
                     v *= MOMENTUM
                     v -= rate * grad
                     array += v
-            losses.append(loss)  # not printed yet: that would wait for the GPU
+            losses.append(loss)  # not printed yet: printing would synchronize with the GPU
             if sys.stdout.isatty():
                 bar = "█" * (24 * (step + 1) // steps)
                 print(f"epoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="\r", flush=True)

@@ -1,28 +1,28 @@
-// Activation functions behind one run-time switch.
+// Activation functions, selected by a switch at run time.
 //
-// The code is uniform over a launch, so the switch costs a predictable branch and saves a compiled variant
-// per function.  Codes are those of cupyconv/problem/activations.py.  The first four are bounds, two comparisons,
-// and stand in line; every other is called, since a copy of each at each sum that a thread finishes would take
-// seconds to compile.
+// The activation is the same for a whole launch.  The switch therefore costs only a predictable branch, and it saves a
+// compiled variant per function.  The codes are those of cupyconv/problem/activations.py.  The first four functions are
+// bounds (two comparisons), and are inlined.  All others are called: a copy of each of them for every sum that a thread
+// finishes would take seconds to compile.
 #pragma once
 #include "numeric.cuh"
 
 namespace cupyconv {
 
 enum ActivationCode {
-    IDENTITY, RELU, RELU6, CLIP,                                       // bounds: alpha and beta, given by the caller
+    IDENTITY, RELU, RELU6, CLIP,                                       // bounds: the caller sets alpha and beta
     LEAKY_RELU, HARD_SIGMOID, HARDSWISH,                               // piecewise
     ELU, SIGMOID, TANH, GELU, GELU_TANH, SILU, MISH, SOFTPLUS,         // smooth
-    AFFINE, THRESHOLDED_RELU, SCALED_TANH, SOFTSIGN                    // of gates: gate_activation.cuh
+    AFFINE, THRESHOLDED_RELU, SCALED_TANH, SOFTSIGN                    // only of gates: gate_activation.cuh
 };
 
-// Comparisons are written so that a NaN falls through to itself, as NumPy's maximum and minimum have it.
+// These comparisons return a NaN unchanged, as NumPy's maximum and minimum do.
 template <class R> __device__ __forceinline__ R at_least(R v, R low) { return v < low ? low : v; }
 template <class R> __device__ __forceinline__ R at_most(R v, R high) { return v > high ? high : v; }
 
 template <class R> __device__ __forceinline__ R sigmoid(R v) { return R(1) / (R(1) + exp(-v)); }
 
-// log(1 + exp(v)) without overflow: exp only ever sees a number that is not positive.
+// log(1 + exp(v)) without overflow: the argument of exp is never positive.
 template <class R> __device__ __forceinline__ R softplus(R v) {
     return at_least(v, R(0)) + log1p(exp(v < R(0) ? v : -v));
 }
@@ -44,7 +44,7 @@ template <class R> __device__ __noinline__ R curve(R v, int code, R alpha, R bet
     }
 }
 
-// One activation with its parameters in the type computed with.
+// One activation, with its parameters in the type of the arithmetic.
 template <class R>
 struct Activation {
     int code;
@@ -60,13 +60,13 @@ struct Activation {
         }
     }
 
-    // Complex numbers have no activation; the public functions refuse one.
+    // Complex numbers have no activation; the public functions reject one.
     template <int COUNT> __device__ __forceinline__ void apply(Complex<R> (&)[COUNT]) const {}
 };
 
-// f'(v), for the piecewise functions that need no more than v, or than f(v) where that tells it: the sign of
-// relu's and leaky_relu's results (alpha > 0) is that of their arguments.  Where a function bends, the flat or
-// the left side counts.
+// f'(v) of the piecewise functions.  For relu, and for leaky_relu with alpha > 0, `v` may be f(v) instead, since both
+// have the same sign.  At a kink, the derivative is the one on the flat side, else on the left; at 3, hardswish uses
+// the right.
 template <class R> __device__ __forceinline__ R piecewise_derivative(R v, int code, R alpha, R beta) {
     switch (code) {
         case RELU: return v > R(0) ? R(1) : R(0);
@@ -85,7 +85,8 @@ template <class R> __device__ __forceinline__ R piecewise_derivative(R v, int co
     }
 }
 
-// f'(v) of the others; of sigmoid and tanh v is the result, y (1 - y) and 1 - y^2.
+// f'(v) of the smooth functions.  For sigmoid and tanh, `v` is the result y, and the derivative is y (1 - y) or
+// 1 - y^2.
 template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R alpha) {
     switch (code) {
         case ELU: return v > R(0) ? R(1) : alpha * exp(v);
@@ -95,8 +96,9 @@ template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R 
             return R(0.5) * (R(1) + erf(v * R(0.70710678118654752440)))
                 + v * R(0.39894228040143267794) * exp(R(-0.5) * v * v);
         case GELU_TANH: {
-            const R w = at_most(at_least(v, R(-10)), R(10));  // flat beyond, where the cube would overflow
-            // (1 + tanh u) / 2 is sigmoid(2 u), which keeps its digits where tanh nears -1, and sigmoid(-2 u) at 1.
+            const R w = at_most(at_least(v, R(-10)), R(10));  // beyond, f' is constant, and v^3 may overflow
+            // With t = tanh(u / 2), sigmoid(u) is (1 + t) / 2 and stays accurate for t near -1.  sigmoid(-u) is
+            // (1 - t) / 2 and stays accurate for t near 1.
             const R u = R(1.59576912160573071176) * (w + R(0.044715) * w * w * w);
             return sigmoid(u) * (R(1) + w * sigmoid(-u) * R(1.59576912160573071176) * (R(1) + R(0.134145) * w * w));
         }
@@ -112,7 +114,7 @@ template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R 
     }
 }
 
-// grad * f'(v): what a gradient becomes on its way back through an activation.
+// grad * f'(v): the gradient of an activation's argument, from the gradient of its result.
 template <class R> __device__ __forceinline__ R back_through(R grad, R v, int code, R alpha, R beta) {
     return grad * (code < ELU ? piecewise_derivative(v, code, alpha, beta) : smooth_derivative(v, code, alpha));
 }

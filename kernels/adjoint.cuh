@@ -1,16 +1,16 @@
-// Which windows read a pixel, and through which tap: the adjoint of `tap_pixel` in image.cuh.
+// The windows that read a pixel, and the tap through which each reads it: the adjoint of `tap_pixel` in image.cuh.
 //
-// Along an axis window p reads the padded element v = i + before through tap t where
+// Along an axis, window p reads the padded element v = i + before through tap t if
 //
 //     p * stride + t * dilation = v
 //
 //     v         . . . . . V . . .
-//     p = 0     t   t   t |             its solutions are one run: taps `tap_step` apart, one more for each
-//     p = 1       t   t   t   t         `window_step` windows fewer; with g = gcd(stride, dilation) these are
+//     p = 0     t   t   t |             the solutions are one run: from one to the next the tap grows by `tap_step` and
+//     p = 1       t   t   t   t         the window shrinks by `window_step`; with g = gcd(stride, dilation) these are
 //     p = 2           t   t   t         stride / g and dilation / g
 //
-// A padding mode other than zeros makes several padded elements copies of one pixel; what any of them is read
-// by reads the pixel.
+// In a padding mode other than zeros, several padded elements are copies of one pixel.  A window that reads any of them
+// reads the pixel.
 #pragma once
 #include "image.cuh"
 
@@ -27,7 +27,7 @@ struct Readers {
     int tap, count;
 };
 
-// a / b for a >= 0.  Dividing 64 bits takes some seventy instructions, and is hardly ever needed.
+// a / b for a >= 0.  A 64-bit division costs some seventy instructions, and is hardly ever needed.
 __device__ __forceinline__ long long quotient(long long a, int b) {
     if (b == 1) return a;
     return a >> 31 ? a / b : (long long)((unsigned)a / (unsigned)b);
@@ -51,7 +51,7 @@ __device__ __forceinline__ Readers readers_of(const Windows& w, const Adjoint& a
     return {0, 0, 0};
 }
 
-// The padded indices that are copies of an index, itself included: from `at` on, steps in turn.
+// The padded indices that are copies of an index, the index included: from `at` on, with two steps in turn.
 struct Copies {
     long long at, step, next_step, end;
     __device__ __forceinline__ bool valid() const { return at < end; }
@@ -63,13 +63,13 @@ struct Copies {
     }
 };
 
-// MAY_FOLD: whether there may be others than itself; zeros are copies of nothing.
+// MAY_FOLD: whether an index may have other copies than itself.  With zeros as padding it has none.
 template <bool MAY_FOLD>
 __device__ __forceinline__ Copies copies_of(const Windows& w, const Adjoint& adjoint, int axis, long long i) {
     if (!MAY_FOLD) return {i, 1, 1, i + 1};
     const long long size = w.size[axis], first = -(long long)w.before[axis], end = adjoint.end[axis];
     if (w.padding_mode == EDGE) return {i == 0 ? first : i, 1, 1, i == size - 1 ? max(end, size) : i + 1};
-    // The others repeat, and two of them hold a second copy, which runs backwards, in each period.
+    // The other modes repeat.  Two of them have a second copy in each period, which runs backwards.
     const long long period =
         w.padding_mode == WRAP ? size : w.padding_mode == SYMMETRIC ? 2 * size : size > 1 ? 2 * (size - 1) : 1;
     const long long mirrored = w.padding_mode == WRAP ? i : w.padding_mode == SYMMETRIC ? period - 1 - i : period - i;
@@ -80,7 +80,7 @@ __device__ __forceinline__ Copies copies_of(const Windows& w, const Adjoint& adj
     return {first + min(to_copy, to_mirrored), near, period - near, end};
 }
 
-// Where the readers along one axis lie in two arrays, one indexed by taps, one by windows.
+// Offsets of the readers along one axis in two arrays: one is indexed by taps, the other by windows.
 struct Walk {
     long long tap, window, tap_step, window_step;
     int count;
@@ -92,13 +92,13 @@ __device__ __forceinline__ Walk walk_over(
             -adjoint.window_step[axis] * window_stride, readers.count};
 }
 
-// Call visit(tap offset, window offset) for every window that reads a pixel, always in the same order; the strides
-// say what a tap and a window along each axis add to these.
+// Call visit(tap offset, window offset) for every window that reads a pixel, always in the same order.  The strides are
+// what a tap and a window along each axis add to these offsets.
 template <bool MAY_FOLD, class F>
 __device__ __forceinline__ void for_each_reader(
     const Windows& w, const Adjoint& adjoint, const Pixel& pixel, const long long (&tap_stride)[3],
     const long long (&window_stride)[3], const F& visit) {
-    // Loops are not unrolled: three in each other, they would take all registers.
+    // The loops are not unrolled: three nested ones would need all registers.
 #pragma unroll 1
     for (Copies a = copies_of<MAY_FOLD>(w, adjoint, 0, pixel.at[0]); a.valid(); a.advance()) {
         const Walk d = walk_over(readers_of(w, adjoint, 0, a.at), adjoint, 0, tap_stride[0], window_stride[0]);

@@ -1,14 +1,15 @@
-// How a block goes through the pixels of some channels, and adds up what its threads found: in an order that never
-// changes, each thread the elements it meets, then a tree over the block's rows of threads.
+// Sums per channel: how a thread block walks over the pixels of some channels and reduces the sums of its threads.  The
+// order of additions is fixed: each thread adds the elements that it visits, then a tree adds over the block's rows of
+// threads.
 //
 //         channels in rows, lanes = 1              pixels in rows (channels-last), lanes = 32
 //
 //     c   [ part 0  | part 1  | ...]           p   [lane 0, lane 1, ... | next tile  ]   part 0
 //         a block is a part of a channel           [lane 0, lane 1, ... |            ]   part 1
-//                                                  a block's rows of threads take pixels, its lanes channels
+//                                                  a block's rows of threads process pixels, its lanes channels
 //
-// The parts lie in `partial`, [part, sum], until a launch of epilogue_grad.cu adds them, over `partial` as an image
-// whose samples are the parts.
+// The sums of the parts are stored in `partial`, as [part, sum].  A later launch of epilogue_grad.cu adds them: it
+// reads `partial` as an image whose samples are the parts.
 #pragma once
 #include "image.cuh"
 
@@ -16,19 +17,19 @@ namespace cupyconv {
 
 constexpr int MAX_BLOCK = 256;
 
-// A thread's place in its block; `lanes` is a power of two.
+// A thread's position in its block; `lanes` is a power of two.
 struct ChannelThread {
     int lanes, lane, row, rows;
     __device__ __forceinline__ explicit ChannelThread(int lanes)
         : lanes(lanes), lane(threadIdx.x % lanes), row(threadIdx.x / lanes), rows(blockDim.x / lanes) {}
 
-    // The first of the thread's shares of pixels, and the distance to its next.
+    // The first share of pixels of the thread, and the distance to its next one.
     __device__ __forceinline__ long long first() const { return (long long)blockIdx.x * rows + row; }
     __device__ __forceinline__ long long step() const { return (long long)gridDim.x * rows; }
 };
 
-// Adds COUNT sums of each thread over the block's rows, and leaves them at `to`, which is the lane's, where `inside`.
-// `shared`: COUNT of MAX_BLOCK.
+// Add COUNT sums of each thread over the block's rows, and store them at `to`, the address for this lane, if `inside`.
+// `shared` has COUNT * MAX_BLOCK elements.
 template <int COUNT, class A>
 __device__ __forceinline__ void add_over_rows(
     const A (&sum)[COUNT], A* shared, const ChannelThread& thread, bool inside, A* to) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void add_over_rows(
     if (thread.row == 0 && inside)
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) to[i] = shared[i * MAX_BLOCK + threadIdx.x];
-    __syncthreads();  // read before the next tile's sums are written
+    __syncthreads();  // all reads precede the writes of the next tile
 }
 
 }  // namespace cupyconv

@@ -1,22 +1,24 @@
-// Images with the channels of a pixel side by side, those of all inputs as of one.
+// Copies images to channels-last order: the channels of a pixel, merged over all inputs, become contiguous.
 //
 //     moved[n, p, c] = x_s[n, c, p]        c counts the channels of all inputs; zeros up to a whole vector
 //
 //     no M, no K: a copy.      N = (n, p) (pixels of all samples)
 //
-//     x  c | . . # # # # . .  |      a block takes a tile of some channels and pixels, loads it along p, and stores
-//          | . . # # # # . .  |      it along c, both in vectors of 16 bytes.  In between it lies in shared memory,
-//            p ->                    a row an element longer than the tile, so that its columns go through the banks.
+//     x  c | . . # # # # . .  |      a block loads a tile of some channels and pixels along p, and stores it along c,
+//          | . . # # # # . .  |      both in vectors of 16 bytes.  In between the tile is in shared memory, with rows
+//            p ->                    one element longer than the tile, so that a column is spread over the banks
 //
-//     tile   8 vectors of channels x 8 of pixels, or for few channels 4 x 16, 2 x 32 or 1 x 64: that many neighbouring
-//            threads, its lanes, store one pixel; of 8-byte elements twice the pixels
+//     tile   8 vectors of channels x 8 of pixels, or for few channels 4 x 16, 2 x 32 or 1 x 64; twice the pixels for
+//            8-byte elements.  The first number is the lane count: neighbouring threads that store one pixel
 //
-// Where rows are not whole aligned vectors (`vectorized`), neighbouring threads load neighbouring elements.
+// If rows are not whole aligned vectors (see `vectorized`), neighbouring threads load neighbouring elements.
 //
-// Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
+// Without a prologue only bits are moved, so the type just states the element's size.  Zero has the same bits in all
+// types.
 // Bound by memory.  Floor: (channels + channels of whole vectors) * pixels elements over the bandwidth.
 //
-// -D: DTYPE (bits16, bits32 or bits64, or with a prologue the storage type), PROLOGUE (1: inputs are transformed, see prologue.cuh)
+// -D: DTYPE (bits16, bits32 or bits64, or with a prologue the storage type),
+//     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
 
@@ -26,11 +28,11 @@ struct ChannelsLastParams {
     Sources sources;
     Prologue prologue;
     void* moved;
-    long long stride_n;  // of what is written; its pixels follow each other
-    long long size[3];   // of the images, axes collapsed where all of them allow it
-    long long batch, pixels;  // of one sample
-    int channels, padded;     // of all inputs; up to a whole vector
-    int lanes_shift, vectorized;  // lanes by their binary logarithm
+    long long stride_n;  // of the result; its pixels are contiguous
+    long long size[3];   // of the images, with axes collapsed if all images allow it
+    long long batch, pixels;  // pixels of one sample
+    int channels, padded;     // channels of all inputs; the same, rounded up to whole vectors
+    int lanes_shift, vectorized;  // binary logarithm of the lanes; whether rows are whole aligned vectors
 };
 
 }  // namespace cupyconv
@@ -39,13 +41,13 @@ using namespace cupyconv;
 
 using T = DTYPE;
 constexpr int THREADS = 256, VECTOR_SHIFT = sizeof(T) == 2 ? 3 : sizeof(T) == 4 ? 2 : 1;
-constexpr int VECTORS_SHIFT = VECTOR_SHIFT == 1 ? 8 : 6 + VECTOR_SHIFT;  // each thread has one at the least
+constexpr int VECTORS_SHIFT = VECTOR_SHIFT == 1 ? 8 : 6 + VECTOR_SHIFT;  // at least one per thread
 constexpr int VECTOR = 1 << VECTOR_SHIFT, VECTORS = 1 << VECTORS_SHIFT;  // elements of a vector; vectors of a tile
 static_assert(VECTOR * sizeof(T) == 16 && VECTORS % THREADS == 0, "threads share a tile evenly");
-constexpr int MIN_BLOCKS = PROLOGUE && sizeof(T) == 8 ? 4 : 0;  // left to itself the compiler makes room for five there, and spills
-constexpr int PLACES = VECTORS * VECTOR + 8 * VECTOR;  // rows have one element more than pixels
+constexpr int MIN_BLOCKS = PROLOGUE && sizeof(T) == 8 ? 4 : 0;  // by itself the compiler aims at five there, and spills
+constexpr int PLACES = VECTORS * VECTOR + 8 * VECTOR;  // a row has one element more than it has pixels
 
-// Elements of a merged channel as they enter the product, in place.
+// Apply the prologue to elements of a merged channel, in place.
 template <int COUNT> __device__ __forceinline__ void prepare(T (&x)[COUNT], const Prologue& prologue, int channel) {
 #if PROLOGUE
     Accumulator<T> value[COUNT];
@@ -68,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channels_last(
         const long long p_first = number << columns_shift;
         const int pixels = int(min((long long)columns, params.pixels - p_first));
         for (int c_first = blockIdx.y * rows; c_first < params.padded; c_first += gridDim.y * rows) {
-            // Where channel c of a sample begins, and of which input it is; null where there is no such channel.
+            // Return where channel c of the sample begins, and set `s` to its input; null if there is no such channel.
             const auto channel_of = [&](int c, int& s) -> const T* {
                 s = 0;
                 if (c >= params.channels) return nullptr;
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channels_last(
                 for (int e = 0; e < VECTOR; ++e) vector.lane[e] = tile[(row + e) * pitch + column];
                 store_vector<VECTOR>(to + (long long)column * params.padded + row, vector);
             }
-            __syncthreads();  // the tile is free
+            __syncthreads();  // the tile may be overwritten
         }
     }
 }

@@ -1,35 +1,36 @@
-// The adjoint of columns: every image element is the sum of the column entries that were read from it.
+// Adjoint of columns (col2im): every image element is the sum of the column entries that im2col.cu copies from it.
 //
 //     image[n, c, i] = activation( sum over taps t and windows p that read i of columns[n, c * taps + t, p] + bias[c] )
 //
-//     no M, no N: one thread an image element, of CHANNELS channels      K = t (taps)
+//     no M, no N: one thread per image element, for CHANNELS channels      K = t (taps)
 //
 //     columns rows t   ----a-----b----
-//                          \   /               a gather: each sum has one owner, so there are no
-//     image                  i                 atomics and the order of adding is always the same
+//                          \   /               a gather: one thread owns each sum, so there are no
+//     image                  i                 atomics, and the order of additions is fixed
 //
-// Which windows read an element, and where, takes divisions: they are done once for all channels of a thread.
+// Divisions find the windows that read an element.  They are done once for all channels of a thread.
 //
-// Complex columns may lie in two planes, real parts `imaginary` elements before the imaginary ones, as a GEMM
-// with a real factor produces them.
+// Complex columns may be stored in two planes: the imaginary parts are `imaginary` elements after the real parts.  A
+// GEMM with a real factor produces them in this form.
+//
 // Bound by memory.  Floor: (rows * pixels + channels * size) elements per sample over the bandwidth.
 //
-// -D: SUM_DTYPE (type of the columns; real beside a complex Y for two planes), Y_DTYPE (result type),
-//     FOLDS (1 where padding repeats elements, 0 where it is zeros)
+// -D: SUM_DTYPE (type of the columns; real, with a complex Y, for two planes), Y_DTYPE (result type),
+//     FOLDS (1 if padding repeats elements, 0 if it is zeros)
 #include "adjoint.cuh"
 #include "epilogue.cuh"
 
 namespace cupyconv {
 
 struct Col2imParams {
-    Image columns;            // its strides step from channel to channel and from window to window,
-    long long tap_stride[3];  // these from tap to tap: worked out here, they would be kept in registers
+    Image columns;            // strides from channel to channel and from window to window
+    long long tap_stride[3];  // strides from tap to tap; computed here, they would occupy registers
     Windows windows;
     Adjoint adjoint;
     Image out;
     Epilogue epilogue;
     long long batch, imaginary;
-    int channels, conjugated;  // whether what comes out is the conjugate of the sums
+    int channels, conjugated;  // whether the result is the conjugate of the sums
 };
 
 }  // namespace cupyconv
@@ -39,8 +40,8 @@ using namespace cupyconv;
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256, CHANNELS = 4;
-// On a multiprocessor.  With one more, or where the compiler chooses, it spills: what copies of an index take, complex
-// numbers of 16 bytes, or some bytes of an address.
+// Blocks per multiprocessor.  With one more, or with the compiler's choice, registers spill: for the copies of an
+// index, for complex numbers of 16 bytes, or for some bytes of an address.
 constexpr int MIN_BLOCKS = FOLDS ? 2 : sizeof(Y) == 16 ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) col2im(const __grid_constant__ Col2imParams params) {

@@ -1,8 +1,8 @@
-// Comparisons that tell subnormal numbers apart.
+// Comparisons that distinguish subnormal numbers.
 //
-// CuPy compiles with -ftz=true: float32 comparisons take subnormal numbers for zeros, and of those the first would be
-// the largest.  PTX has both kinds, so the one that does not flush is named; float64 never flushes.  Else as > and ==:
-// NaN is neither above nor equal, -0.0 equals 0.0.
+// CuPy compiles with -ftz=true.  A float32 comparison then treats subnormal numbers as zeros, so that the first of them
+// would be their maximum.  PTX has comparisons with and without flushing; these functions use the latter explicitly.
+// float64 is never flushed.  Otherwise they behave as > and ==: NaN is neither above nor equal, and -0.0 equals 0.0.
 #pragma once
 #include "numeric.cuh"
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ bool is_above(double a, double b) { return a > b; }
 __device__ __forceinline__ bool is_equal(double a, double b) { return a == b; }
 
 #ifdef CUPYCONV_HOST
-// Numbers in the order of these integers.
+// An integer for each number, in the same order.
 inline int ordered(float value) {
     int bits;
     memcpy(&bits, &value, sizeof(bits));

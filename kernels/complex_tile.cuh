@@ -1,4 +1,4 @@
-// A warp's part of a product of complex matrices on tensor cores: three real products for one complex one (Gauss).
+// A warp's part of a product of complex matrices on tensor cores, with three real products per complex one (Gauss).
 //
 //     sum[m, j] += sum_k  weight[m, k] * x[k, j]        ROWS x COLUMNS sums per warp, one K-slab per call
 //
@@ -12,17 +12,17 @@
 //          | c  d | c  d |   --->   | c+d |  c  |   d   |   registers
 //          +------+------+          +-----+-----+-------+
 //
-// Each real product is three of TF32 (tf32_split.cuh): 9 instructions where four real products take 12.  A slab is one step
-// of K, so that the parts of 16 rows are added to the sums as soon as they are there, on CUDA cores, which round.
+// Each real product is three of TF32 (tf32_split.cuh): 9 instructions, where four real products need 12.  A slab is one
+// step of K, so CUDA cores, which round, add the parts of 16 rows to the sums at once.
 //
-// The price is accuracy, where parts cancel.  Of a product |p| + |r|, and |p| + |q|, come to (1 + sqrt 2) |a + bi| |c + di| at
-// the most, where four products have |a c| + |b d| and |a d| + |b c|, once that; so the bound of the error is 2.42 times
-// that of four, and is relative to the absolute values of the factors: that of an imaginary part near 0 is of the size of
-// the real part's (N. Higham, "Stability of a method for multiplying complex matrices with three real matrix
+// The cost is accuracy, if parts cancel.  |p| + |r| and |p| + |q| are at most (1 + sqrt 2) |a + bi| |c + di|.  With
+// four products, |a c| + |b d| and |a d| + |b c| are at most |a + bi| |c + di|.  So the error bound is 2.42 times that
+// of four products.  It is relative to the absolute values of the factors: an imaginary part near 0 has an error of the
+// size of the real part's (N. Higham, "Stability of a method for multiplying complex matrices with three real matrix
 // multiplications", SIAM J. Matrix Anal. Appl. 13, 1992).
 //
-// Where anything is infinite or NaN, and where a sum of parts overflows, it is done again by four products, checked, whose
-// parts are infinite or NaN where the definition says so.
+// If an element is infinite or NaN, or if a sum of parts overflows, the products are computed again as four checked
+// products.  Their parts are infinite or NaN where the definition says so.
 #pragma once
 #include "numeric.cuh"
 #include "shared_tile.cuh"
@@ -31,10 +31,10 @@
 
 namespace cupyconv {
 
-template <int M, int J>  // of the block's tile
+template <int M, int J>  // M x J is the block's tile
 struct ComplexTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
-    static constexpr int K = 8;  // one instruction's
+    static constexpr int K = 8;  // K of one instruction
     using Sum = complex64;
     using WeightTile = SharedTile<complex64, M, K, 2>;
     template <bool CHUNKED>
@@ -44,7 +44,7 @@ struct ComplexTensorCores {
     struct WarpTile {
         using Tile = ImageTile<CHUNKED>;
         static constexpr int ACROSS = COLUMNS / 8;
-        int weight_, image_;  // where the lane's elements of row m, and of column j, lie at k = 0
+        int weight_, image_;  // tile indices of the lane's elements of row m and column j at k = 0
         complex64 sum[ROWS / 16][ACROSS][4] = {};
 
         __device__ __forceinline__ WarpTile(int m, int j) {
@@ -63,7 +63,7 @@ struct ComplexTensorCores {
                 re[c].take({bits(b[0].re), bits(b[1].re)});
                 im[c].take({bits(b[0].im), bits(b[1].im)});
             }
-            float all = 0;  // infinite or NaN where a column is
+            float all = 0;  // infinite or NaN once a row or a column is
 #pragma unroll
             for (int r = 0; r < ROWS / 16; ++r) {
                 complex64 a[4];
@@ -86,7 +86,7 @@ struct ComplexTensorCores {
 #pragma unroll
                     for (int i = 0; i < for_p.PRODUCTS; ++i) multiply_add<tf32>(real, for_p.part(i), both[c].part(i));
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) imaginary[e] = real[e];  // p: the others are added to it
+                    for (int e = 0; e < 4; ++e) imaginary[e] = real[e];  // both parts contain p
 #pragma unroll
                     for (int i = 0; i < for_p.PRODUCTS; ++i) {
                         multiply_add<tf32>(imaginary, for_q.part(i), re[c].part(i));
@@ -109,14 +109,14 @@ struct ComplexTensorCores {
             }
         }
 
-        // Calls f(m, j, sum), as for_each_sum of warp_tile.cuh.
+        // Calls f(m, j, sum), see for_each_sum of warp_tile.cuh.
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
 
     private:
         static __device__ __forceinline__ unsigned bits(float value) { return __float_as_uint(value); }
         static __device__ __forceinline__ void add(float& all, const complex64& value) { all += value.re + value.im; }
 
-        // The lane's elements of 16 rows, and of 8 columns, as fragments have them.
+        // Load the lane's elements of 16 rows, and of 8 columns, in the order of a fragment.
         __device__ __forceinline__ void load_weight(complex64 (&a)[4], const complex64* weight, int r) const {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -128,7 +128,7 @@ struct ComplexTensorCores {
                 b[i] = x[CHUNKED ? (image_ ^ i * 4) + c * 8 * Tile::COLUMNS : (image_ ^ c * 8) + i * 4 * Tile::COLUMNS];
         }
 
-        // 16 rows once more, by four products.
+        // Compute 16 rows again, by four products.
         __device__ __forceinline__ void by_four(
             complex64 (&part)[ACROSS][4], const complex64* weight, const complex64* x, int r) const {
             complex64 a[4];

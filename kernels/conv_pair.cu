@@ -1,27 +1,27 @@
-// Two convolutions in one kernel: what lies between them is a tile in shared memory and never in global memory.
+// Two convolutions in one kernel: the image between them is a tile in shared memory and never in global memory.
 //
 //     z[n, m, q] = activation( sum_{c, t} weight[m, c, t] * x[n, c, window(q, t)] + bias[m] )
 //     y[n, o, p] = activation( sum_{m, t} weight[o, m, t] * z[n, m, window(p, t)] + bias[o] + residual[n, o, p] )
 //
 //     M = m, then o     N = q, then p: the pixels of a tile     K = (c, t), then (m, t)
 //
-//         x                        z                      y          one block: a tile of y, and of z what its windows
-//      +-----------+                                                 reach.  z at a tile's rim is computed
-//      | +-------+ |   first    +-------+    second     +---+        by its neighbours too: that is the price.
+//         x                        z                      y          one block: a tile of y, and the part of z that
+//      +-----------+                                                 its windows reach.  Neighbouring tiles compute
+//      | +-------+ |   first    +-------+    second     +---+        the rim of this part again: that is the cost.
 //      | |       | |  ------->  |       |   ------->    |   |
 //      | +-------+ |            +-------+               +---+        Channels come in chunks of 64 bytes.
 //      +-----------+
 //
-// z is rounded to its storage type, and is zero beyond its own edge, where the second layer is padded: both as if it
-// had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in
-// registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once
+// z is rounded to its storage type, and it is zero beyond its own edge, where the second layer is padded.  Both are as
+// if z had been stored.  Each layer is either DENSE (every channel with every other, on CUDA or tensor cores, sums in
+// registers) or DEPTHWISE (every channel by itself).  A chunk of x belongs to one input, so the input is chosen once
 // per chunk.
-// Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
-// What the first layer reads of x at a time, all chunks of a tile or one, is on its way together, cp.async, and waited for
-// once.
 //
-// Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
-// layers one after the other have z twice more.
+// A block loads both weights into shared memory once, and goes from tile to tile until all are done.  The first layer
+// reads all chunks of x of a tile, or one at a time.  These are copied together (cp.async) and waited for once.
+//
+// Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth.  Two kernels would
+// also write z and read it again.
 //
 // -D: DTYPE (storage type), ARITHMETIC (of dense layers: one of tensor_core.cuh), FIRST, SECOND (DENSE or DEPTHWISE)
 #include "epilogue.cuh"
@@ -41,10 +41,10 @@ struct ConvPairParams {
     Source sources[MAX_PAIR_SOURCES];
     PairLayer first, second;
     Image out;
-    long long tile_count;               // of all samples
-    long long tiles[3];                 // of one sample
-    int source_count, middle, outputs;  // of x; channels of z and of y
-    int outputs_per_block;              // those of blocks with one blockIdx.y: whole OUTPUTS
+    long long tile_count;               // tiles of all samples
+    long long tiles[3];                 // tiles of one sample, along each axis
+    int source_count, middle, outputs;  // inputs; channels of z and of y
+    int outputs_per_block;              // outputs of the blocks with one blockIdx.y: a multiple of OUTPUTS
     Box tile, middle_tile, x_tile;      // pixels of y, z and x
     int x_vectorized;                   // channels of x are contiguous, every chunk aligned to 16 bytes
     int x_chunks, middle_chunks;
@@ -61,24 +61,25 @@ using A = Accumulator<T>;
 using Tile = WindowTile<T>;
 
 constexpr int CHUNK = Tile::CHUNK, PITCH = Tile::PITCH, VECTOR = Tile::VECTOR;
-constexpr int PIXELS = 256, MIDDLE_PIXELS = 384;  // of a tile, at the most
-constexpr int PART = 16;                          // rows of y that are finished at once
-constexpr int EPILOGUE_PITCH = PIXELS + 8;        // of their sums: fragments are stored without conflicts
+constexpr int PIXELS = 256, MIDDLE_PIXELS = 384;  // maximum number of pixels of a tile
+constexpr int PART = 16;                          // rows of y that are finished together
+constexpr int EPILOGUE_PITCH = PIXELS + 8;        // pitch of their sums: fragments are stored without bank conflicts
 
-constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
-// Blocks that a multiprocessor has registers for.
+constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // outputs whose sums are in registers at a time
+// Blocks per multiprocessor that the registers allow.
 constexpr int MIN_BLOCKS = FIRST == DENSE || sizeof(T) == 8 || ARITHMETIC == TF32X3 ? 2 : SECOND == DENSE ? 3 : 4;
 
 using FirstSums = TileSumsOf<T, ARITHMETIC, CHUNK, MIDDLE_PIXELS>::type;
 using SecondSums = TileSumsOf<T, ARITHMETIC, OUTPUTS, PIXELS>::type;
-constexpr int STEP = FirstSums::STEP;  // channels that a product takes at once
+constexpr int STEP = FirstSums::STEP;  // channels per step of a product
 
-// Channels up to a whole step: those beyond the last are zeros in every tile.
+// Channels rounded up to whole steps.  Channels beyond the last are zeros in every tile.
 __device__ __forceinline__ int padded(int channels) { return (channels + STEP - 1) / STEP * STEP; }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
-// A layer's weight: of each tap a matrix as the product takes it, or one number per channel, widened.
+// A layer's weight in shared memory.  DENSE has a matrix per tap in the layout of the product; DEPTHWISE has one
+// widened number per tap and channel.
 template <LayerKind KIND, class Sums> struct WeightOf;
 template <class Sums> struct WeightOf<DENSE, Sums> {
     static constexpr LayerKind KIND = DENSE;
@@ -93,23 +94,23 @@ template <class Sums> struct WeightOf<DEPTHWISE, Sums> {
 using FirstWeight = WeightOf<FIRST, FirstSums>;
 using SecondWeight = WeightOf<SECOND, SecondSums>;
 
-// What all threads look up rather than keep in registers.
+// Values that all threads look up, so that they occupy no registers.
 struct Tables {
-    int first_base[MIDDLE_PIXELS], second_base[PIXELS];  // where windows begin, in pixels of the tile before
-    // Of the current tile:
-    int inside[MIDDLE_PIXELS];                      // whether a pixel of z's tile is one of z, not of its padding
-    long long out_at[PIXELS], residual_at[PIXELS];  // of pixels of y
+    int first_base[MIDDLE_PIXELS], second_base[PIXELS];  // where windows begin, in pixels of the tile that they read
+    // For the current tile:
+    int inside[MIDDLE_PIXELS];                      // whether a pixel of z's tile is inside z, not padding
+    long long out_at[PIXELS], residual_at[PIXELS];  // offsets of pixels of y
     long long sample;
     int y_origin[3], middle_origin[3], x_origin[3];  // where the tiles begin
 };
 
-// Where each part begins, in bytes.  Of what a dense layer reads there are all chunks, of what a depthwise layer reads
-// there is one.
+// Offsets of the parts, in bytes.  An image that a dense layer reads has all of its chunks here; one that a depthwise
+// layer reads has one chunk.
 //
-//     | Tables | first weight | second weight | z | x       | where the pixels of x lie |
-//                                                 | PART rows of y's sums |                when x has been used
+//     | Tables | first weight | second weight | z | x       | offsets of the pixels of x |
+//                                                 | PART rows of y's sums |               reuse x once it has been read
 //
-// The launch's bytes are `end`, which conv_pair.py works out by itself; a test holds one to the other.
+// A launch needs `end` bytes.  conv_pair.py computes them independently, and a test compares the two.
 struct SharedLayout {
     int first_weight, second_weight, middle, x, x_place, end;
 
@@ -137,7 +138,7 @@ private:
 
 // ---- loads ---------------------------------------------------------------------------------------------------------
 
-// Channels `channel` ... of x or of z, `count` of them; of x they are those of one input from `first` on.
+// Channels `channel` ... of x or of z, `count` of them.  Those of x belong to one input, in which the first is `first`.
 struct Chunk {
     int channel, count, source, first;
 };
@@ -154,7 +155,7 @@ template <class F> __device__ __forceinline__ void for_each_x_chunk(const ConvPa
     }
 }
 
-// Calls f(number, chunk) for the chunks of z, which are those of x where every channel of z is made of one of x.
+// Calls f(number, chunk) for the chunks of z.  They are those of x if each channel of z comes from one channel of x.
 template <class F> __device__ __forceinline__ void for_each_middle_chunk(const ConvPairParams& params, F f) {
     if constexpr (FIRST == DENSE) {
         int i = 0;
@@ -173,7 +174,7 @@ __device__ __forceinline__ long long tap_offset(int t, const Windows& windows, c
     return offset_of(tap, weight.stride);
 }
 
-// Outputs o ... of channels c ..., `outputs` and `channels` of them, the rest zeros; every tap.
+// Load all taps of the weight of outputs o ... and channels c ...  Beyond `outputs` and `channels` there are zeros.
 template <class Sums>
 __device__ void load_dense(T* to, const PairLayer& layer, int o, int outputs, int c, int channels) {
     const int taps = taps_of(layer.windows);
@@ -189,7 +190,7 @@ __device__ void load_dense(T* to, const PairLayer& layer, int o, int outputs, in
     }
 }
 
-// The kernels of channels c ..., `channels` of them.
+// Load the kernels of channels c ...  Beyond `channels` there are zeros.
 __device__ void load_depthwise(A* to, const PairLayer& layer, int c, int channels) {
     const int taps = taps_of(layer.windows);
 #pragma unroll 1
@@ -201,7 +202,7 @@ __device__ void load_depthwise(A* to, const PairLayer& layer, int c, int channel
     }
 }
 
-// Where each pixel of the tile lies in an input, in elements from its sample's first; NOWHERE where it is a zero.
+// Compute the offset of each pixel of the tile in an input, in elements from its sample's first; NOWHERE for a zero.
 __device__ __forceinline__ void place_x(
     long long* x_place, const ConvPairParams& params, int source, const int (&origin)[3]) {
     const Windows& windows = params.first.windows;
@@ -221,9 +222,9 @@ __device__ __forceinline__ void place_x(
     }
 }
 
-// A chunk of x into a tile.  Neighbouring threads take neighbours in memory: vectors of a pixel, or pixels.  They
-// come past the registers, all of a thread's at a time, but for single elements of 16 bits, which no instruction copies
-// so; whoever reads the tile waits for them.
+// Load a chunk of x into a tile.  Neighbouring threads load neighbours in memory: vectors of a pixel, or pixels.  The
+// copies are asynchronous and bypass the registers, so that all copies of a thread are in flight together.  Only for
+// single 16-bit elements there is no such instruction.  The code that reads the tile waits for the copies.
 __device__ __forceinline__ void load_x(
     T* tile, const ConvPairParams& params, const Chunk& chunk, long long n, const long long* x_place) {
     constexpr int VECTORS = CHUNK / VECTOR;
@@ -263,9 +264,9 @@ __device__ __forceinline__ void load_x(
     }
 }
 
-// ---- what a block does ---------------------------------------------------------------------------------------------
+// ---- the work of a block -------------------------------------------------------------------------------------------
 
-// First and Second: of what kind the layers are, by their weights.
+// First and Second are the `WeightOf` of the layers, and so give their kinds.
 template <class First, class Second>
 struct Block {
     const ConvPairParams& params;
@@ -274,25 +275,25 @@ struct Block {
     typename Second::Element* second_weight;
     T *middle_tile, *x_tile;
     long long* x_place;
-    A* sums;  // when x has been used
+    A* sums;  // reuses x, once it has been read
 
-    // Its outputs: worked out again, they are kept in no register.
+    // The block's outputs.  They are recomputed, so that they occupy no registers.
     __device__ __forceinline__ int o_first() const { return blockIdx.y * params.outputs_per_block; }
     __device__ __forceinline__ int o_end() const { return min(params.outputs, o_first() + params.outputs_per_block); }
 
-    // The weight of chunk q of z and chunk c of x; c is 0 of a depthwise layer.
+    // The weight of chunk q of z and chunk c of x; c is 0 for a depthwise layer.
     __device__ __forceinline__ typename First::Element* first_weight_of(int q, int c) const {
         const int chunk = First::KIND == DENSE ? q * params.x_chunks + c : q;
         return first_weight + chunk * taps_of(params.first.windows) * First::TAP;
     }
 
-    // That of chunk q of z, and of a dense layer's `tile`-th OUTPUTS.
+    // The weight of chunk q of z; for a dense layer, of the block's `tile`-th OUTPUTS outputs.
     __device__ __forceinline__ typename Second::Element* second_weight_of(int q, int tile) const {
         const int chunk = tile * params.middle_chunks + q;
         return second_weight + chunk * taps_of(params.second.windows) * Second::TAP;
     }
 
-    // Both weights, and where windows begin: the same for all tiles.
+    // Load both weights and the window positions, which are the same for all tiles.
     __device__ __forceinline__ void load_weights() const {
         for_each_middle_chunk(params, [&](int q, const Chunk& z) {
             if constexpr (First::KIND == DENSE)
@@ -319,7 +320,7 @@ struct Block {
                 i < pixels ? window_base(i, params.tile, params.middle_tile, params.second.windows.stride) : 0;
     }
 
-    // Where the tile of this number lies.
+    // Fill the tables for the tile of this number.
     __device__ __forceinline__ void begin_tile(long long number) const {
         const Windows &first = params.first.windows, &second = params.second.windows;
         if (threadIdx.x == 0) {
@@ -361,9 +362,9 @@ struct Block {
         }
     }
 
-    // A chunk of x.
+    // Fetch a chunk of x into `tile`.
     __device__ __forceinline__ void fetch(T* tile, const Chunk& x) const {
-        if (x.first == 0) {  // another input
+        if (x.first == 0) {  // the first chunk of an input
             __syncthreads();
             place_x(x_place, params, x.source, tables.x_origin);
             __syncthreads();
@@ -371,14 +372,15 @@ struct Block {
         load_x(tile, params, x, tables.sample, x_place);
     }
 
-    // All that was fetched, by all threads.
+    // Wait for all that all threads have fetched.
     static __device__ __forceinline__ void arrived() {
         commit_copies();
         wait_for_copies<0>();
         __syncthreads();
     }
 
-    // Chunk q of z.  A dense layer makes it of all of x, which has been fetched; a depthwise layer fetches its chunk.
+    // Compute chunk q of z.  A dense layer reads all of x, which has been fetched; a depthwise layer fetches its own
+    // chunk.
     __device__ __forceinline__ void make(int q, const Chunk& z, T* tile) const {
         const Windows& windows = params.first.windows;
         const int pixels = params.middle_tile.pixels();
@@ -416,9 +418,9 @@ struct Block {
         __syncthreads();
     }
 
-    // y by a dense second layer, of all of z: OUTPUTS in registers at a time.
+    // Compute y by a dense second layer, from all of z, OUTPUTS outputs at a time.
     __device__ __forceinline__ void finish_dense() const {
-        // Sums that a thread finishes together, as registers allow.
+        // Sums that a thread finishes together, as the registers allow.
         constexpr int AT_A_TIME = MIN_BLOCKS == 2 ? (sizeof(T) == 8 ? 2 : 4) : sizeof(T) == 2 ? 2 : 1;
         const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
         const T* weight = second_weight;
@@ -450,7 +452,7 @@ struct Block {
         }
     }
 
-    // y by a depthwise second layer, of chunk q of z.
+    // Compute y by a depthwise second layer, from chunk q of z.
     __device__ __forceinline__ void finish_depthwise(int q, const Chunk& z) const {
         const Epilogue& epilogue = params.second.epilogue;
         const auto store = [&](int pixel, int k, A (&sum)[VECTOR]) {
@@ -473,15 +475,15 @@ struct Block {
         __syncthreads();
     }
 
-    // The tile of this number, from x to y.
+    // Compute the tile of this number, from x to y.
     __device__ __forceinline__ void compute(long long number) const {
         const int x_size = params.x_tile.pixels() * PITCH, middle_size = params.middle_tile.pixels() * PITCH;
         begin_tile(number);
-        if constexpr (First::KIND == DENSE) {  // every chunk of z takes all of x
+        if constexpr (First::KIND == DENSE) {  // every chunk of z needs all of x
             for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * x_size, x); });
             arrived();
         }
-        if constexpr (Second::KIND == DENSE) {  // every output takes all of z
+        if constexpr (Second::KIND == DENSE) {  // every output needs all of z
             for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_size); });
             finish_dense();
         } else {

@@ -1,7 +1,7 @@
-// How many taps of a window count for a mean: those within a box, which is the image, or the padded image.
+// The number of taps of a window that count for a mean: the taps within a box, which is the image or the padded image.
 //
 //     box             first |<----------->| end
-//     taps      x   x   x   x                      2 count, of windows that begin before the box; so along each axis
+//     taps      x   x   x   x                      2 taps count: the window begins before the box (so on each axis)
 #pragma once
 #include "image.cuh"
 
@@ -11,7 +11,7 @@ struct Counted {
     long long first[3], end[3];
 };
 
-// Taps of a window, `step` apart from `start` on, that lie before a place.
+// The number of taps before `place`, if taps are `step` apart and begin at `start`.
 __device__ __forceinline__ long long taps_before(long long start, long long place, long long step) {
     return place > start ? (place - start + step - 1) / step : 0;
 }

@@ -7,20 +7,20 @@
 //     K = (c, t): one channel, or with GROUPED those of a small group
 //
 //     x  w ->   ░ ░ ░ . . .       the windows of a thread's pixels overlap: each element is read once
-//            h  ░ ░ ░ . . .       and used by every pixel of the column whose window holds it
+//            h  ░ ░ ░ . . .       and used by every pixel of the column whose window contains it
 //            ↓  ░ ░ ░ . . .
-//               ░ ░ ░ . . .       neighbouring threads take neighbours in y: pixels along w or,
+//               ░ ░ ░ . . .       neighbouring threads process neighbours in y: pixels along w or,
 //     y           p               channels-last, 32 channels of one pixel
 //                 p
 //
-// KERNEL = 0 is any kernel, stride and dilation: one pixel per thread, tap by tap.
+// KERNEL = 0 is for any kernel, stride and dilation: one pixel per thread, tap by tap.
 //
-// Bound by memory; GROUPED by loads and their places, a set of each channel.
+// Bound by memory; GROUPED by loads and by their addresses, which each channel computes again.
 // Floor: (size + group_outputs * pixels) elements per plane over the bandwidth.
 //
 // -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0),
 //     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh),
-//     GROUPED (1: groups of more channels than one)
+//     GROUPED (1: groups of more than one channel)
 #include "epilogue.cuh"
 #include "prologue.cuh"
 #include "strip.cuh"
@@ -49,19 +49,19 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
-// Blocks that a multiprocessor has registers for: taps, sums, loads ahead.
+// Blocks per multiprocessor that the registers allow, which hold taps, sums and loads in flight.
 constexpr int BLOCKS = GROUPED ? (sizeof(T) == 8 ? 2 : 3) : KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
 #if KERNEL
 constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels per thread
-using Index = int;                         // the host has checked that planes and their number need no more
+using Index = int;                         // the host has checked that 32 bits suffice for planes and counts
 #else
 constexpr int ROWS = 1;
 using Index = long long;
 #endif
 
 #if KERNEL
-// The sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane, whose elements `loaded` widens.
+// Accumulate the sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane, whose elements `loaded` widens.
 template <class Loaded>
 __device__ __forceinline__ void convolve(
     A (&sum)[ROWS], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
@@ -93,7 +93,7 @@ __device__ __forceinline__ void convolve(
     }
 }
 #else
-// The sum of the one pixel at (d, h, w) of a plane, whose elements `loaded` widens.
+// Accumulate the sum of the one pixel at (d, h, w) of a plane, whose elements `loaded` widens.
 template <class Loaded>
 __device__ __forceinline__ void convolve(
     A (&sum)[1], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS)
     depthwise(const __grid_constant__ DepthwiseParams params) {
     const Windows& windows = params.windows;
     const Image &out = params.out, &residual = params.epilogue.residual;
-    const int lanes = params.channel_lanes;  // of a warp, along channels
+    const int lanes = params.channel_lanes;  // lanes of a warp along channels
     const Index strips = (windows.out[1] + ROWS - 1) / ROWS;
     const Index shares = params.batch * windows.out[0] * strips * windows.out[2];
 

@@ -1,4 +1,5 @@
-// Depthwise transposed convolution at stride 2, the input gradient of a depthwise one: every channel has its own kernel.
+// Depthwise transposed convolution at stride 2, the input gradient of a depthwise one: every channel has its own
+// kernel.
 //
 //     y[n, c, i] = activation( sum over o of c's group, t, and windows p that read i through t of  weight[o, c, t] * x[n, o, p]
 //                              + bias[c] )
@@ -7,13 +8,13 @@
 //     N = i (ROWS elements per thread, one above the other)
 //     K = (o, t): one output, or those of a small group
 //
-//     x   p p       the windows that read a thread's elements: each is read once, and used by every element that it reads
+//     x   p p       the windows that read a thread's elements: each p is loaded once, and used by every element it reads
 //         p p
-//                   Of a kernel's taps every other one reads an element, down and across:
-//     y    i        taps 0 2 ..   a strip begins where tap 0 does, so that a row's taps are known when this is compiled;
-//          i        taps 1 3 ..   a thread's column has either the even ones or the odd ones.
+//                   Every other tap of a kernel reads an element, down and across:
+//     y    i        taps 0 2 ..   a strip begins at an element that tap 0 reads, so that the taps of a row are
+//          i        taps 1 3 ..   known at compile time; a thread's column has the even taps or the odd ones
 //          i        taps 0 2 ..
-//                                 neighbouring threads take neighbours in y: elements along w or, channels-last, 32
+//                                 neighbouring threads process neighbours in y: elements along w or, channels-last, 32
 //                                 channels of one element
 //
 // Bound by memory.  Floor: (pixels * group_outputs + size) elements per plane over the bandwidth.
@@ -27,12 +28,12 @@ namespace cupyconv {
 struct DepthwiseTransposedParams {
     Sources sources;
     Windows windows;
-    Image weight;  // n is the channel of x, c that of the result within its group
+    Image weight;  // n is the channel of x, c the channel of the result within its group
     Image out;
     Epilogue epilogue;
     long long batch;
     int group_channels, group_outputs;
-    int first, channels;  // the result's part of all channels
+    int first, channels;  // first channel and number of channels of this result
     int channel_lanes;
 };
 
@@ -43,12 +44,12 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128, STRIDE = 2, ROWS = 8;
-// Windows down and across that read a thread's elements.
+// HEIGHT and WIDTH are the windows, down and across, that read a thread's elements.
 constexpr int REACH = (KERNEL - 1) / STRIDE, HEIGHT = REACH + ROWS / STRIDE, WIDTH = REACH + 1;
-// Blocks that a multiprocessor has registers for: taps, sums, loads ahead.
+// Blocks per multiprocessor that the registers allow, which hold taps, sums and loads in flight.
 constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
-// The sums of the elements at (d, h, w), (d, h + 1, w), ... of one plane of the padded result, where h is even.
+// Accumulate the sums of the elements at (d, h, w), (d, h + 1, w), ... of one plane of the padded result; h is even.
 __device__ __forceinline__ void convolve(
     A (&sum)[ROWS], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
     const Windows& windows, int d, int h, int w_) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void convolve(
     offsets<T>(row, h / STRIDE - REACH, windows.out[1], step[1], CONSTANT);
     offsets<T>(column, w_ / STRIDE - REACH, windows.out[2], step[2], CONSTANT);
 
-    // The last of a column's windows reads it through its first tap.
+    // The last window of a column reads it through its first tap.
     A tap[KERNEL][WIDTH];
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) {
@@ -86,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS)
     depthwise_transposed(const __grid_constant__ DepthwiseTransposedParams params) {
     const Windows& windows = params.windows;
     const Image &out = params.out, &weight = params.weight;
-    const int lanes = params.channel_lanes;  // of a warp, along channels
+    const int lanes = params.channel_lanes;  // lanes of a warp along channels
     const int depth = windows.size[0], height = windows.size[1], width = windows.size[2];
-    const int above = windows.before[1] % STRIDE;  // rows of the first strip that are not there
+    const int above = windows.before[1] % STRIDE;  // rows of the first strip that do not exist
     const int strips = (height + above + ROWS - 1) / ROWS;
     const int shares = params.batch * depth * strips * width;
 

@@ -1,16 +1,17 @@
-// The gradient of depthwise weights: every output o has one kernel, of the one channel c(o) = o / group_outputs.
+// The gradient of depthwise weights: every output o has one kernel, for the one channel c(o) = o / group_outputs.
 //
 //     sums[part, o, t] = sum over the part's (n, p) of  grad[n, o, p] * x[n, c(o), window(p, t)]
 //
 //     M = o (by blocks, and channels-last by lanes)    N = t (all taps, sums in registers)    K = (n, p), cut into parts
 //
-//     x  w ->   ░ ░ ░ . . .       a thread takes ROWS pixels, one above the other, at a time: their windows overlap, so
-//            h  ░ ░ ░ . . .       that each element is read once for all of them, and all taps
+//     x  w ->   ░ ░ ░ . . .       a thread processes ROWS pixels, one above the other, at a time: their windows overlap,
+//            h  ░ ░ ░ . . .       so that each element is read once for all of them, and for all taps
 //            ↓  ░ ░ ░ . . .
-//     grad        p               neighbouring threads take neighbours in memory: pixels along w or, channels-last, 32
+//     grad        p               neighbouring threads load neighbours in memory: pixels along w or, channels-last, 32
 //                 p               channels of one pixel
 //
-// The sums of a block's threads are added in shared memory, the parts by the epilogue kernel, all in their order.
+// A block adds the sums of its threads in shared memory, and the epilogue kernel adds the parts.  Both orders are
+// fixed.
 //
 // Bound by memory.  Floor: grad and x once over the bandwidth.
 //
@@ -37,8 +38,8 @@ using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128, WARPS = MAX_BLOCK / WARP, TAPS = KERNEL * KERNEL;
 constexpr int ROWS = STRIDE == 1 ? 8 : 4, HEIGHT = (ROWS - 1) * STRIDE + KERNEL;
 
-// sum[t] += grad * x for the pixels of a strip; in the last one of a plane there may be fewer than ROWS of them, where
-// what is not finite must not meet the zeros that stand for the others.
+// sum[t] += grad * x for the pixels of a strip.  The last strip of a plane may have fewer than ROWS pixels: zeros stand
+// for the others, and must not be multiplied by elements that are not finite.
 template <bool WHOLE>
 __device__ __forceinline__ void add_strip(
     A (&sum)[TAPS], const A (&grad)[ROWS], int rows, const T* x, const int (&row)[HEIGHT], const int (&column)[KERNEL]) {
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
 
     const Windows& windows = params.windows;
     const Image& grad = params.grad;
-    const int lanes = params.channel_lanes, lane = threadIdx.x % lanes;  // of a warp, along channels
+    const int lanes = params.channel_lanes, lane = threadIdx.x % lanes;  // lanes of a warp along channels
     const int depth = windows.out[0], height = windows.out[1], width = windows.out[2];
     const int strips = (height + ROWS - 1) / ROWS, shares = params.batch * depth * strips * width;
 
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
             }
         }
 
-        __syncthreads();  // the last outputs' sums have been read
+        __syncthreads();  // the sums of the previous outputs have been read
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
             A total = sum[t];

@@ -10,12 +10,11 @@
 //                                 |
 //                         y       p            TILE outputs of one group at this pixel
 //
-// Taps are the outer loop, so that window and padding are worked out once per tap, and the source is
-// chosen once per run of channels.  Bound by loads from the cache: the method of last resort, for what
-// needs no columns or cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate, which
-// it does not come near.
+// The loop over taps is outside, so that window and padding are computed once per tap.  The source is chosen once per
+// run of channels.  Bound by loads from the cache: this is the method of last resort, for convolutions that need no
+// columns or cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate, which it does not come near.
 //
-// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y), TILE,
+// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real with a complex Y), TILE,
 //     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
 #include "epilogue.cuh"
 #include "prologue.cuh"
@@ -46,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
     const Windows& windows = params.windows;
     const long long pixels = product_of(windows.out);
     const int taps = product_of(windows.kernel);
-    const int tiles = (params.group_outputs + TILE - 1) / TILE;  // of one group
+    const int tiles = (params.group_outputs + TILE - 1) / TILE;  // per group
     const long long shares = params.batch * pixels;
 
     for (long long tile = blockIdx.y; tile < (long long)params.groups * tiles; tile += gridDim.y) {

@@ -1,38 +1,38 @@
-// The epilogue of a GEMM as a pass of its own: sums in, finished results out.
+// The epilogue of a GEMM as a separate kernel: it reads sums and writes finished results.
 //
 //     y[n, o, p] = activation( sums[n, o, p] + bias[o] + residual[n, o, p] )        sums absent: 0
 //
-//     no M, no K: elementwise.     N = (n, o, p), WIDTH neighbours per thread
+//     no M, no K: elementwise.     N = (n, o, p), WIDTH contiguous elements per thread
 //
-//     sums  [o | ........####........]    in the accumulator's type, in workspace or in the result itself
-//     y     [o | ........####........]    in the result's type, rounded once
+//     sums  [o | ........####........]    in the accumulator type, in the workspace or in the result itself
+//     y     [o | ........####........]    in the result type, rounded once
 //             p ->
 //
-// Neighbours are neighbours in y: pixels of a channel or, channels-last, channels of a pixel.  Sums, bias and
-// residual move in vectors too where they are contiguous and aligned along the same axis (`vectorized`); at any other
-// strides, one by one.
+// The elements of a thread are contiguous in y: pixels of a channel or, channels-last, channels of a pixel.  Sums, bias
+// and residual are also read as vectors if they are contiguous and aligned along the same axis (`vectorized`).  With
+// any other strides, they are read element by element.
 //
-// A complex sum may lie in two planes, real parts `imaginary` elements before the imaginary ones: that
-// is how a GEMM with real operands produces it.  A sum that several blocks shared lies in `planes` parts,
-// `plane` elements apart, and is added up in their order.
+// Complex sums may be stored in two planes: the imaginary parts are `imaginary` elements after the real parts.  A GEMM
+// with real operands produces them in this form.  A sum that several blocks shared is stored as `planes` parts, which
+// are `plane` elements apart and are added in order.
 //
 // Bound by memory.  Floor: each operand once over the bandwidth.
 //
-// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes; narrower than Y to widen a chain's image),
-//     Y_DTYPE (result type), WIDTH (neighbours per thread: 16 bytes of Y, or 1)
+// -D: SUM_DTYPE (type of the sums; real, with a complex Y, for two planes; narrower than Y to widen a chain's image),
+//     Y_DTYPE (result type), WIDTH (elements per thread: 16 bytes of Y, or 1)
 #include "epilogue.cuh"
 
 namespace cupyconv {
 
 struct EpilogueParams {
-    const void* sums;  // or null
+    const void* sums;  // null if absent
     long long sums_stride_n, sums_stride_o, sums_stride_p, imaginary, plane;
     Image out;
     Epilogue epilogue;
-    long long size[3];                     // of the result, axes collapsed where all operands allow it
-    long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
+    long long size[3];                     // of the result; axes are collapsed if all operands allow it
+    long long batch, first_pixel, pixels;  // the chunk: `pixels` pixels of every sample, from first_pixel on
     int channels, planes;
-    int along_channels;  // which axis neighbours are on
+    int along_channels;  // whether the elements of a thread are channels
     int sums_vectorized, bias_vectorized, residual_vectorized;
 };
 
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
     const bool along_channels = params.along_channels;
     const Image &out = params.out, &residual = params.epilogue.residual;
     const auto activation = activation_of<Y>(params.epilogue);
-    const long long shares_per_row = (along_channels ? params.channels : params.pixels) / WIDTH;  // vectors
+    const long long shares_per_row = (along_channels ? params.channels : params.pixels) / WIDTH;  // in vectors
     const long long shares = params.batch * shares_per_row * (along_channels ? params.pixels : 1);
 
     for (long long row = blockIdx.y; row < (along_channels ? 1 : params.channels); row += gridDim.y)
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
             const S* at = static_cast<const S*>(params.sums) + n * params.sums_stride_n + o * params.sums_stride_o +
                           p * params.sums_stride_p;
             const long long step = along_channels ? params.sums_stride_o : params.sums_stride_p;
-#pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // vectors are enough on their way by themselves
+#pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // vectors keep enough bytes in flight without unrolling
             for (int part = 0; part < params.planes; ++part, at += params.plane) {
                 const auto sums = load_sums<WIDTH>(at, step, params.sums_vectorized, params.imaginary, A());
 #pragma unroll

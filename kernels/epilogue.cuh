@@ -1,4 +1,4 @@
-// What happens to a finished sum before it is stored:  y = activation(sum + bias[o] + residual[n, o, p])
+// The epilogue of a sum, applied before the result is stored:  y = activation(sum + bias[o] + residual[n, o, p])
 #pragma once
 #include "activation.cuh"
 #include "image.cuh"
@@ -6,9 +6,9 @@
 namespace cupyconv {
 
 struct Epilogue {
-    const void* bias;  // or null
-    Image residual;    // data may be null
-    void* pre;         // where sums are kept before the activation, laid out as the result is; or null
+    const void* bias;  // null if absent
+    Image residual;    // its data is null if absent
+    void* pre;         // pre-activations are stored here, at the offsets of the result; or null
     double alpha, beta;
     int activation;
 };
@@ -24,15 +24,15 @@ template <class Y> __device__ __forceinline__ Accumulator<Y> bias_of(const Epilo
     return epilogue.bias ? widen(static_cast<const Y*>(epilogue.bias)[o]) : Accumulator<Y>(0);
 }
 
-// Where the pre-activation is kept of what is stored `at` elements into the result; null where it is not kept.
-// A complex result has no activation, and no code for this.
+// The address of the pre-activation of the result element at offset `at`, or null if pre-activations are not stored.
+// Complex results have no activation, so they need no code for this.
 template <class Y> __device__ __forceinline__ Y* kept(const Epilogue& epilogue, long long at) {
     return sizeof(RealPart<Y>) == sizeof(Y) && epilogue.pre ? static_cast<Y*>(epilogue.pre) + at : nullptr;
 }
 
-// Finish those of these sums that are `valid`, in place.  Of the i-th, `output(i)` is the output, `residual_at(i)` and
-// `at(i)` are where in the residual and in the result it lies, asked where that is needed.  What several of them load
-// is on its way at a time.
+// Apply the epilogue in place to the sums that are `valid`.  For sum i, `output(i)` is the output channel, and
+// `residual_at(i)` and `at(i)` are its offsets in the residual and in the result.  They are called only if needed.  The
+// loads of several sums are in flight at the same time.
 template <class Y, int COUNT, class Valid, class Output, class PlaceInResidual, class PlaceInResult>
 __device__ __forceinline__ void finish_all(
     Accumulator<Y> (&value)[COUNT], const Epilogue& epilogue, const ActivationOf<Y>& activation, Valid valid,
@@ -56,7 +56,7 @@ __device__ __forceinline__ void finish_all(
     activation.apply(value);
 }
 
-// One sum of a kernel whose threads finish single pixels.
+// Apply the epilogue to one sum, in kernels whose threads finish single pixels.
 template <class Y>
 __device__ __forceinline__ Y finish(
     Accumulator<Y> sum, const Epilogue& epilogue, long long n, long long o, const Pixel& pixel, const Image& out) {
@@ -67,38 +67,39 @@ __device__ __forceinline__ Y finish(
     return narrow<Y>(value[0]);
 }
 
-// ---- a tile of sums that a block of threads finishes ----------------------------------------------------------------
+// ---- the epilogue of a tile of sums, by a thread block --------------------------------------------------------------
 
-// Where a pixel lies that does not exist: so far out that what is counted from it is a number still.
+// The offset of a pixel that does not exist.  Any offset can be added to it without overflow.
 constexpr long long NOWHERE = -(1LL << 62);
 
-// Sums in shared memory, on their way to the result.  Rows are outputs, from o_first on; columns are pixels, which may
-// lie anywhere: two tables say where, in the result and in the residual, at output 0.
+// A tile of sums in shared memory.  Rows are output channels, from `o_first` on.  Columns are pixels at any positions:
+// two tables hold their offsets, for output channel 0, in the result and in the residual.
 template <class Y>
 struct EpilogueTile {
     const Accumulator<Y>* sums;
-    int row_pitch, column_pitch;  // elements from one row, and from one column, to the next
+    int row_pitch, column_pitch;  // elements between two rows, and between two columns
     long long o_first;
-    const long long *out_at, *residual_at;  // by column; out_at is NOWHERE where there is no pixel
+    const long long *out_at, *residual_at;  // by column; `out_at` is NOWHERE if the pixel does not exist
 };
 
-// The sums that a thread finishes: `count` of them, the i-th in row(i) and column(i).
+// The `count` sums that a thread finishes.  Sum i is at row(i) and column(i).
 struct TileWalk {
     int first_row, first_column, row_step, column_step, count;
     __device__ __forceinline__ int row(int i) const { return first_row + i * row_step; }
     __device__ __forceinline__ int column(int i) const { return first_column + i * column_step; }
 };
 
-// Of a tile of ROWS x COLUMNS, of which `rows` exist.  Neighbouring threads take neighbours in the result:
+// A thread's walk over a tile of ROWS x COLUMNS sums, of which the first `rows` rows exist.  Adjacent threads finish
+// elements that are adjacent in the result:
 //
-//     along pixels, a thread in one column         along outputs, a thread in one row
+//     along pixels, a thread in one column         along output channels, a thread in one row
 //
 //         0 1 2 3                                      0 4 0 4
 //         4 5 6 7                                      1 5 1 5
 //         0 1 2 3                                      2 6 2 6
 //         4 5 6 7                                      3 7 3 7
 //
-// Each number is chosen by itself: as a branch between two walks this takes more registers.
+// Each member is selected separately: a branch between two walks needs more registers.
 template <int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ TileWalk walk_along(bool outputs, int rows) {
     static_assert(THREADS % ROWS == 0 && THREADS % COLUMNS == 0, "threads share the tile evenly");
@@ -109,8 +110,8 @@ __device__ __forceinline__ TileWalk walk_along(bool outputs, int rows) {
     return {row, column, outputs ? 0 : ROW_STEP, outputs ? COLUMN_STEP : 0, row < rows ? count : 0};
 }
 
-// Finish a thread's part of a tile, COUNT sums at a time, and write it to the result.  Where there are `kept_sums`,
-// laid out as the result is, the sums go there as they are instead.
+// Apply the epilogue to a thread's part of a tile, COUNT sums at a time, and write the results.  If `kept_sums` is not
+// null, the sums are written there unchanged instead, at the offsets of the result.
 template <class Y, int COUNT>
 __device__ __forceinline__ void finish_tile(
     const EpilogueTile<Y>& tile, const TileWalk& walk, const Image& out, const Epilogue& epilogue,

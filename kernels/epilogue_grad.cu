@@ -1,28 +1,29 @@
-// Back through an epilogue: the activation's derivative, and the sum of each channel, in one pass.
+// Gradient of an epilogue: the product with the derivative of the activation, and the sum of each channel, in one pass.
 //
 //     dz[n, o, p] = grad[n, o, p] * f'(saved[n, o, p])          no activation: dz is grad, and is not written
 //     partial[i, o] = sum over the (n, p) of part i of  dz[n, o, p]
 //
-//     no M, no K: elementwise.     N = p (pixels) or o (channels): WIDTH neighbours per thread, as memory has them
+//     no M, no K: elementwise.     N = p (pixels) or o (channels): WIDTH contiguous elements per thread
 //
 //     grad, saved, dz   o | part 0 ....####.... | part 1 ............ |     a block is a part of some channels
 //
-// How a block shares them and adds: channel_sums.cuh.  A thread's sum is of what it computed, before dz is rounded.
+// channel_sums.cuh explains how blocks divide the pixels and reduce the sums.  A thread adds the values that it
+// computed, before dz is rounded.
 //
 // Bound by memory.  Floor: grad, saved and dz once over the bandwidth.
 //
 // -D: DTYPE (storage type), WIDTH (elements that a thread moves at once: 16 bytes of them, or 1),
-//     ALONG_CHANNELS (1 where those are channels, 0 where they are pixels)
+//     ALONG_CHANNELS (1 if these elements are channels, 0 if they are pixels)
 #include "activation.cuh"
 #include "channel_sums.cuh"
 
 namespace cupyconv {
 
 struct EpilogueGradParams {
-    Image grad, saved, out;  // data of saved, and of out, may be null
+    Image grad, saved, out;  // the data of saved and of out may be null
     void* partial;           // [part, channel] in the accumulator's type, or null
     double alpha, beta;
-    long long size[3];  // axes collapsed where all images allow it
+    long long size[3];  // axes are collapsed if all images allow it
     long long batch, pixels;
     int activation, channels, lanes;  // lanes: threads of a block along the channels
 };
@@ -32,8 +33,9 @@ struct EpilogueGradParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int CHANNELS = ALONG_CHANNELS ? WIDTH : 1, PIXELS = ALONG_CHANNELS ? 1 : WIDTH;  // of a thread
-// On a multiprocessor, 0 for the compiler's choice: of two channels in float64 that is one more, with a spill.
+constexpr int CHANNELS = ALONG_CHANNELS ? WIDTH : 1, PIXELS = ALONG_CHANNELS ? 1 : WIDTH;  // per thread
+// Blocks per multiprocessor, or 0 for the compiler's choice.  For two channels of float64, its choice is one block
+// more, with a register spill.
 constexpr int MIN_BLOCKS = sizeof(T) == 8 && CHANNELS == 2 ? 3 : 0;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) epilogue_grad(

@@ -1,14 +1,14 @@
-// The weight of an input gradient as a convolution takes it: outputs and channels of each group exchanged.
+// Copies a weight for the gradient of an input: the outputs and channels of each group are exchanged.
 //
 //     exchanged[g * group_channels + c, o, t] = weight[g * group_outputs + o, c, t]      complex numbers are conjugated
 //
-//     no M, no K: a copy.      N = (g, c, o, t), one a thread
+//     no M, no K: a copy.      N = (g, c, o, t), one per thread
 //
 //     weight     o ↓  | c0t0 c0t1 | c1t0 c1t1 |      exchanged  c ↓  | o0t0 o0t1 | o1t0 o1t1 |
 //                     | c0t0 c0t1 | c1t0 c1t1 |                      | o0t0 o0t1 | o1t0 o1t1 |
 //
-// Where there is one group and nothing to conjugate, it is a view and needs no kernel.  Otherwise only bits move, so the
-// type is just the element's size.
+// With one group and nothing to conjugate, a view suffices and no kernel runs.  Unless numbers are conjugated, only
+// bits are moved, so the type just states the element's size.
 // Bound by memory.  Floor: twice the weight over the bandwidth.
 //
 // -D: DTYPE (bits16 ... bits128; complex64 or complex128 to conjugate)
@@ -18,7 +18,7 @@ namespace cupyconv {
 
 struct ExchangeWeightParams {
     Image weight;
-    void* exchanged;  // its elements side by side
+    void* exchanged;  // its elements are contiguous
     long long elements;
     int kernel[3];
     int group_channels, group_outputs;

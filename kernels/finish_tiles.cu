@@ -1,22 +1,23 @@
-// The result of a convolution by transforms: of each tile what did not wrap round, every stride-th of it, finished.
+// The last step of a convolution by transforms: finishes every stride-th sum of each tile that did not wrap around.
 //
 //     y[n, o, p] = activation( sums[u, o, t] + bias[o] + residual[n, o, p] )      p = tile * block + i,  u = (n, tile)
 //                                                                                t = i * stride + span - 1
 //
-//     no M, no K: elementwise.      N = (u, i), several outputs o a thread
+//     no M, no K: elementwise.      N = (u, i), several outputs o per thread
 //
-//     sums [u, o]    ~ ~ ~ ~ a b c d e . .      span - 1 that wrapped round, then those of the block, then what the
-//                            |   |   |          tile is longer; here block 3, stride 2
+//     sums [u, o]    ~ ~ ~ ~ a b c d e . .      span - 1 sums that wrapped around, then those of the block, then the
+//                            |   |   |          rest of the tile; here block 3, stride 2
 //     y              ... . . a   c   e . . ...
 //
-// A sum that is not finite is computed again from its window, after all others: an infinity or NaN anywhere in a tile has
-// spread over all of it.  Nobody has to wait for the news, and where all numbers are finite it takes a comparison.
+// A sum that is not finite is computed again from its window, after all others: an infinity or NaN anywhere in a tile
+// spreads over the whole tile.  Threads need not wait for each other, and if all numbers are finite the cost is one
+// comparison per sum.
 //
-// Neighbouring threads take neighbouring pixels or, where outputs lie side by side in sums, output_lanes of them take
-// neighbouring outputs.
-// Bound by memory.  Floor: (sums that are wanted + y + residual) over the bandwidth.
+// Neighbouring threads process neighbouring pixels.  If outputs are contiguous in `sums`, output_lanes neighbouring
+// threads process neighbouring outputs instead.
+// Bound by memory.  Floor: (wanted sums + y + residual) over the bandwidth.
 //
-// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y),
+// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real with a complex Y),
 //     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "epilogue.cuh"
 #include "prologue.cuh"
@@ -32,12 +33,12 @@ struct FinishTilesParams {
     Prologue prologue;
     const void* sums;
     long long stride_u, stride_o, stride_t;
-    long long first_unit;   // the chunk: units first_unit ..., numbered through all samples
+    long long first_unit;   // first unit of the chunk; units are numbered through all samples
     long long tiles[3];     // along each axis
-    int tile[3], block[3];  // the size of a tile, and the pixels of y that come from one
+    int tile[3], block[3];  // size of a tile; pixels of y that come from one tile
     int units, outputs, output_lanes;
     int group_channels, group_outputs;
-    int computes_again;  // 0 leaves sums as they are
+    int computes_again;  // 0 leaves sums that are not finite as they are
 };
 
 }  // namespace cupyconv
@@ -50,7 +51,7 @@ using Y = Y_DTYPE;
 using A = Accumulator<Y>;
 constexpr int MAX_BLOCK = 256;
 
-// One sum as it is defined.
+// One sum, computed by its definition.
 __device__ __forceinline__ A sum_of_window(const FinishTilesParams& params, long long n, int o, const Pixel& out) {
     const Windows& windows = params.windows;
     const int taps = product_of(windows.kernel);
@@ -81,7 +82,7 @@ __device__ __forceinline__ A sum_of_window(const FinishTilesParams& params, long
     return sum;
 }
 
-// Finish the sums that are finite, or AGAIN those that are not; whether there were others.
+// Finish the finite sums or, if AGAIN, compute and finish those that are not.  Returns whether any sums were left out.
 template <bool AGAIN> __device__ __forceinline__ bool finish_sums(const FinishTilesParams& params) {
     const Windows& windows = params.windows;
     const unsigned area = product_of(params.block), places = params.units * area;
@@ -121,7 +122,7 @@ template <bool AGAIN> __device__ __forceinline__ bool finish_sums(const FinishTi
     return others;
 }
 
-// A function, since few threads get here, and what it keeps in registers is no matter of the others.
+// Not inlined: few threads get here, and its registers must not burden the others.
 __device__ __noinline__ void compute_again(const FinishTilesParams& params) { finish_sums<true>(params); }
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, 4)

@@ -1,19 +1,19 @@
-// The gradient of a convolution's weight from tiles that transforms bring back: of each tile what lies under the taps.
+// The last step of a weight gradient by transforms: reads the elements under the taps from each tile of sums.
 //
 //     out[o, c, k] = conj( sum over parts of sums[part, o, c, k * dilation] )
 //
-//     no M, no K: elementwise.      N = (o, c, k), one a thread
+//     no M, no K: elementwise.      N = (o, c, k), one per thread
 //
-//     sums [part, o, c]    a ~ b ~ c ~ ~ ~ . . .      three taps, 2 apart; behind them are products of pixels that
-//                          |   |   |                  no window joins
+//     sums [part, o, c]    a ~ b ~ c ~ ~ ~ . . .      three taps, 2 apart; the elements behind them are products of
+//                          |   |   |                  pixels that no window combines
 //     out  [o, c]          a   b   c
 //
-// A sum that is not finite is computed again as it is defined, by all threads of the block together: an infinity or NaN
-// anywhere has spread over all of it.  Where all numbers are finite it takes a look at the flags of a block.
+// A sum that is not finite is computed again by its definition, by all threads of the block together: an infinity or
+// NaN anywhere spreads over the whole tile.  If all numbers are finite, the cost is a look at the flags of a block.
 //
 // Bound by memory.  Floor: (sums under the taps + out) over the bandwidth.
 //
-// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real beside a complex Y),
+// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real with a complex Y),
 //     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
@@ -31,7 +31,7 @@ struct FinishWeightTilesParams {
     long long batch;
     int tile[3];
     int parts, outputs, group_channels, group_outputs;
-    int computes_again;  // 0 leaves sums as they are
+    int computes_again;  // 0 leaves sums that are not finite as they are
 };
 
 }  // namespace cupyconv
@@ -44,7 +44,7 @@ using Y = Y_DTYPE;
 using A = Accumulator<Y>;
 constexpr int MAX_BLOCK = 128;
 
-// An element of the result.
+// The indices of an element of the result.
 struct Place {
     int o, c, tap[3];
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ Place place_of(const FinishWeightTilesParams& params,
     return place;
 }
 
-// This thread's share of the sum that an element is.  A function, since few get here.
+// This thread's share of the sum for one element.  Not inlined, since few threads get here.
 static __device__ __noinline__ A share_of_sum(const FinishWeightTilesParams& params, const Place& place) {
     const Windows& windows = params.windows;
     const long long pixels = product_of(windows.out);
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
         __syncthreads();
 #pragma unroll 1
         for (int i = 0; i < blockDim.x; ++i) {
-            if (!others_s[i]) continue;  // so for all threads
+            if (!others_s[i]) continue;  // the same for all threads
             const Place place = place_of(params, first + i);
             shares_s[threadIdx.x] = share_of_sum(params, place);
             __syncthreads();

@@ -1,6 +1,6 @@
-// Activation functions of gates: all of activation.cuh, and those that recurrent layers alone have.
+// Activation functions of gates: those of activation.cuh, and the ones that only recurrent layers have.
 //
-// Apart from the others, whose callers would pay in registers for what they are never asked for.
+// They are separate from activation.cuh, whose callers would otherwise spend registers on functions they never use.
 #pragma once
 #include "activation.cuh"
 
@@ -8,11 +8,12 @@ namespace cupyconv {
 
 template <class R> __device__ __forceinline__ R magnitude(R v) { return v < R(0) ? -v : v; }
 
-// What gates have unless told otherwise.  In line and without a branch, so that those of several gates run side by
-// side; of float a reciprocal of 1 ulp takes the place of a division.  The result is off by a few ulp.
+// The default activations of gates.  For float they are inlined and have no branch, so that those of several gates are
+// computed in parallel.  A reciprocal with an error of 1 ulp replaces the division.  The result is accurate to a few
+// ulp.
 __device__ __forceinline__ float gate_sigmoid(float v) { return __fdividef(1.0f, 1.0f + exp(-v)); }
 
-// v + v^3 p(v^2) near 0, where 1 - 2 / (exp(2 |v|) + 1) would lose what it subtracts.
+// Near 0 it is v + v^3 p(v^2), since 1 - 2 / (exp(2 |v|) + 1) would lose digits by cancellation.
 __device__ __forceinline__ float gate_tanh(float v) {
     const float size = fabsf(v), square = v * v;
     const float far = 1.0f - __fdividef(2.0f, exp(2.0f * size) + 1.0f);
@@ -24,7 +25,7 @@ __device__ __forceinline__ float gate_tanh(float v) {
     return select_by_sign(0.55f - size, fmaf(v * square, p, v), copysignf(far, v));
 }
 
-// Called, since a copy of each at every gate would be long.
+// Not inlined, since a copy of each for every gate would be long.
 __device__ __noinline__ double gate_sigmoid(double v) { return sigmoid(v); }
 __device__ __noinline__ double gate_tanh(double v) { return tanh(v); }
 
@@ -42,12 +43,12 @@ template <class R> __device__ __forceinline__ R gate_activation(R v, int code, R
     }
 }
 
-// The same, called.
+// The same, not inlined.
 template <class R> __device__ __noinline__ R called_activation(R v, int code, R alpha, R beta) {
     return gate_activation(v, code, alpha, beta);
 }
 
-// f'(v), as `back_through` knows it: from the result where that tells it.
+// f'(v).  As in `back_through`, `v` is the result if the derivative can be computed from it.
 template <class R> __device__ __forceinline__ R gate_derivative(R v, int code, R alpha, R beta) {
     switch (code) {
         case AFFINE: return alpha;

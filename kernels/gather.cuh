@@ -1,27 +1,27 @@
-// The image side of an implicit GEMM: one K-slab of columns, gathered straight from the inputs.
+// The image side of an implicit GEMM: it gathers one K-slab of columns at a time, straight from the inputs.
 //
 //     X[k, j] = x_s[n(j), c(k), window(p(j), t(k))]    k = (block, t, c) of one run    j = (n, p): pixels of all samples
 //
-// K comes in slabs, and a slab in K-chunks, channels of one tap (reduction.cuh).  A thread keeps its pixels for the
-// whole sum, and of each slab takes the same K-chunks:
+// K is cut into slabs, and a slab into K-chunks: a few channels of one tap (reduction.cuh).  A thread keeps its pixels
+// for the whole sum, and it copies the same K-chunks of every slab:
 //
-//     AlongPixels    neighbouring threads take neighbouring pixels of one K-chunk      any strides, coalesced for
-//                                                                                      unit pixel stride
-//     AlongChannels  neighbouring threads take neighbouring K-chunks of one pixel      for unit channel stride
+//     AlongPixels    neighbouring threads gather neighbouring pixels of one K-chunk     any strides; coalesced for
+//                                                                                       unit pixel stride
+//     AlongChannels  neighbouring threads gather neighbouring K-chunks of one pixel     unit channel stride
 //
-//     PixelChunks    16 bytes of neighbouring pixels of one channel at a time          for one tap, pixels as they lie
+//     PixelChunks    a thread copies 16 bytes of neighbouring pixels of one channel     one tap, contiguous pixels
 //
-// Of the first two there are three layers, each on the one above it:
+// The first two serve as the `Share` of three layers.  Each layer builds on the one above it:
 //
-//     KWalk                        where in K a thread has come to: run, block of channels, tap, channel
-//     TapCursor                    where that lies in memory for each of the thread's pixels, and where it is padding
-//     ChunkGather, ElementGather   copy it: 16 bytes at a time into tiles [pixel][k], where channels have unit stride
-//                                  and K-chunks are whole and aligned; or element by element into tiles [k][pixel]
+//     KWalk                        the thread's position in K: run, block of channels, tap, channel
+//     TapCursor                    the address of that position for each of the thread's pixels, or that it is padding
+//     ChunkGather, ElementGather   the copies: of 16 bytes into tiles [pixel][k], if channels have unit stride and
+//                                  K-chunks are whole and aligned; or of elements into tiles [k][pixel]
 //
-// A gather has `fetch`, which begins to copy the next slab, and `store`, which puts into the tile what `fetch` may still
-// hold in registers; between the two the GEMM works on an earlier slab.
+// A gather has two functions.  `fetch` starts to copy the next slab.  `store` writes to the tile what `fetch` may still
+// hold in registers.  Between the two calls the GEMM multiplies an earlier slab.
 //
-// Sizes, and strides but that of samples, are taken for int32.
+// Sizes and strides are assumed to fit in int32, except the strides between samples.
 #pragma once
 #include "prologue.cuh"
 #include "reduction.cuh"
@@ -30,37 +30,37 @@
 
 namespace cupyconv {
 
-// ---- what is convolved ----------------------------------------------------------------------------------------------
+// ---- convolutions of a grid ----------------------------------------------------------------------------------------
 
-// What the convolutions of a grid have in common.
+// Parameters that all convolutions of a grid share.
 struct Steps {
     long long size[3];
     int stride[3], dilation[3];
     int padding_mode;
-    int is_mapped;  // padding may have to be looked up elsewhere in the image, or some taps have no bit (TapCursor)
+    int is_mapped;  // the index map is needed: for a padding mode, or for more taps than bits (TapCursor)
 };
 
-// One of the convolutions of a grid: of the same inputs, into elements of the result that others lie between, as phases of
-// a transposed convolution are (polyphase.py).  Most grids have one.
+// One convolution of a grid.  All of them read the same inputs, and their results are interleaved, as the phases of a
+// transposed convolution are (polyphase.py).  Most grids have one.
 struct Phase {
-    long long first_element;  // of the result, elements from the first of all
-    int out[3];      // size
-    int kernel[3], before[3];  // windows may begin inside the image: then it is negative
-    int first_slab;  // of the packed weight of a group
+    long long first_element;  // offset of its first element in the result, in elements
+    int out[3];      // size of its result
+    int kernel[3], before[3];  // `before` is negative if windows begin inside the image
+    int first_slab;  // its first slab in the packed weight of a group
 
     __device__ __forceinline__ long long pixels() const { return (long long)out[0] * out[1] * out[2]; }
 };
 
 // ---- output pixels -------------------------------------------------------------------------------------------------
 
-// An output pixel in 8 bytes: its indices side by side in one word, so that they come apart without a division.
+// An output pixel in 8 bytes.  Its indices are bit fields of one word, so that no division is needed to unpack them.
 struct TilePixel {
-    int sample;      // -1 where there is no such pixel
+    int sample;      // -1 if there is no such pixel
     unsigned place;  // d << shift_d | h << shift_h | w
 };
 
 struct PlaceBits {
-    int shift_d, shift_h;  // up to 32, where nothing is above
+    int shift_d, shift_h;  // 32 if no bits are used above
 
     __device__ __forceinline__ unsigned packed(const Pixel& pixel) const {
         return unsigned(pixel.at[0] << shift_d | pixel.at[1] << shift_h | pixel.at[2]);
@@ -74,7 +74,7 @@ struct PlaceBits {
     }
 };
 
-// Pixel number j of all `pixels` of all samples.
+// Pixel number `j` of all samples together, of which there are `pixels`.
 __device__ __forceinline__ TilePixel tile_pixel(const Phase& phase, const PlaceBits& bits, long long j, long long pixels) {
     if (j >= pixels) return {-1, 0};
     const long long pixels_per_sample = phase.pixels();
@@ -85,7 +85,7 @@ __device__ __forceinline__ TilePixel tile_pixel(const Phase& phase, const PlaceB
 
 enum Direction { ALONG_PIXELS, ALONG_CHANNELS, PIXEL_CHUNKS };
 
-// A thread has one pixel, and K-chunks of it that are STEP apart.
+// A thread gathers one pixel, and K-chunks of it that are STEP apart.
 template <class T, int SLAB_PIXELS, int SLAB_, int THREADS>
 struct AlongPixels {
     static constexpr int SLAB = SLAB_, K_CHUNK = 4;
@@ -95,7 +95,7 @@ struct AlongPixels {
     static __device__ __forceinline__ int k_chunk(int i) { return threadIdx.x / SLAB_PIXELS + i * STEP; }
 };
 
-// A thread has one K-chunk, 16 bytes of each of several pixels; its next one is in the next slab.
+// A thread gathers one K-chunk of 16 bytes of several pixels.  Its next K-chunk is in the next slab.
 template <class T, int SLAB_PIXELS, int SLAB_, int THREADS>
 struct AlongChannels {
     static constexpr int SLAB = SLAB_, K_CHUNK = 16 / sizeof(T);
@@ -105,16 +105,17 @@ struct AlongChannels {
     static __device__ __forceinline__ int k_chunk(int) { return threadIdx.x % STEP; }
 };
 
-// ---- where in K a thread has come to -------------------------------------------------------------------------------
+// ---- the position of a thread in K ---------------------------------------------------------------------------------
 
-// Counters and nothing else; no step of theirs takes a division.
+// It consists of counters only.  No step divides.
 template <int SLAB, int K_CHUNK>
 struct KWalk {
     Run run;
-    int block, channel;  // a block's first channel, of the run; a channel of the block
+    int block, channel;  // first channel of the block in the run; channel within the block
     int tap[3];
 
-    // To the beginning of the next run of the group that reads channels c_first ... c_end - 1; false after the last.
+    // Go to the start of the next run of the group that reads channels c_first ... c_end - 1.  Returns false after the
+    // last.
     __device__ __forceinline__ bool next_run(
         const Sources& sources, const Phase& phase, int c_first, int c_end) {
         if (!run.next(sources, c_first, c_end, product_of(phase.kernel), K_CHUNK, SLAB)) return false;
@@ -123,17 +124,18 @@ struct KWalk {
         return true;
     }
 
-    // From the beginning of a run over whole blocks, whose taps fill a slab each; returns how many of `slabs` are left.
+    // Skip whole blocks from the start of a run: with several taps, each tap of a whole block fills one slab.  Returns
+    // how many of `slabs` remain to be skipped.
     __device__ __forceinline__ int skip_blocks(int slabs, const Phase& phase) {
         const int taps = product_of(phase.kernel), blocks = taps > 1 ? min(slabs / taps, padded() / SLAB) : 0;
         begin_block(blocks * SLAB, phase);
         return slabs - blocks * taps;
     }
 
-    // Whether the channel that is so many further on belongs to a later tap.
+    // Whether the channel that is `further` channels ahead belongs to a later tap.
     __device__ __forceinline__ bool is_past_tap(int further = 0) const { return channel + further >= channels_; }
 
-    // To the next tap of the row, if there is one.
+    // Go to the next tap of the row.  Returns false if there is none.
     __device__ __forceinline__ bool next_in_row(const Phase& phase) {
         if (tap[2] + 1 == phase.kernel[2]) return false;
         ++tap[2];
@@ -141,8 +143,8 @@ struct KWalk {
         return true;
     }
 
-    // To the first tap of the next row.  Returns the axis along which it is the next one, having gone back to the first
-    // along later axes; or -1, having gone to the first tap of the next block.  Behind the last block there is no end.
+    // Go to the first tap of the next row.  Returns the axis whose tap index grew; those of later axes restart at 0.
+    // Returns -1 if the next row is the first row of the next block.  The block after the last one never ends.
     __device__ __forceinline__ int next_row(const Phase& phase) {
         channel -= channels_;
         tap[2] = 0;
@@ -159,7 +161,7 @@ struct KWalk {
 private:
     static constexpr int NO_END = 0x7fffffff;
 
-    // The run's channels, up to whole K-chunks: worked out again, it takes no register.
+    // The run's channels, rounded up to whole K-chunks.  They are recomputed, so that they occupy no register.
     __device__ __forceinline__ int padded() const { return (run.channels + K_CHUNK - 1) / K_CHUNK * K_CHUNK; }
 
     __device__ __forceinline__ void begin_block(int first, const Phase& phase) {
@@ -168,36 +170,37 @@ private:
         if (channels_ <= 0) channels_ = NO_END;
     }
 
-    int channels_;  // of the block
+    int channels_;  // channels of the block, or NO_END after the last block
 };
 
-// ---- where that lies in memory -------------------------------------------------------------------------------------
+// ---- the address of that position ----------------------------------------------------------------------------------
 
 // Elements of consecutive channels at one pixel.
 template <class T>
 struct TapElements {
-    long long at;  // an address; whatever it is, where not `inside`
+    long long at;  // an address; arbitrary if not `inside`
     int step_c;    // bytes from one channel to the next: strides are below 2^28 elements
-    int count;     // of channels that there are
-    bool inside;   // else padding or nothing at all, and no channels
+    int count;     // channels that exist from here on
+    bool inside;   // false for padding and for pixels that do not exist: `count` is 0
 
-    // Counted in bytes, this is one multiplication and addition of 64 bits.
+    // Because strides are in bytes, this is one multiplication and one 64-bit addition.
     __device__ __forceinline__ const T* operator+(int channel) const {
         return reinterpret_cast<const T*>(at + wide_product(channel, step_c));
     }
 };
 
-// The address of the thread's next K-chunk at each of its pixels.  From tap to tap all of them move by as many bytes,
-// on and off the image: which taps are off it is asked once a pixel, of each axis by itself, and kept as bits.
+// The address of the thread's next K-chunk at each of its pixels.  A step from tap to tap moves all of them by the same
+// number of bytes, on and off the image.  Which taps are off the image is determined once per pixel, for each axis by
+// itself, and stored as bits:
 //
-//     bits    | d d | h h h | w w w |     outside: those of a pixel's taps that read padding       of a tap: three
+//     bits    | d d | h h h | w w w |     outside_: the taps at which a pixel reads padding     one tap: three bits
 //
-// What is outside is a zero, or in the other padding modes an element elsewhere, which an index map finds.
+// An element outside is zero or, with the other padding modes, an element elsewhere that an index map finds.
 template <class T, class Share>
 class TapCursor {
 public:
-    // Of the group that reads `channels` channels from c_first on, from slab number `slab` on; a place for each of the
-    // tile's pixels.
+    // Start at slab number `slab` of the group that reads `channels` channels from `c_first` on.  `pixels` has an entry
+    // for each pixel of the tile.
     __device__ TapCursor(
         const Sources& sources, const Steps& steps, const Phase& phase, const PlaceBits& bits, int c_first,
         const int& channels, const TilePixel* pixels, int slab)
@@ -208,21 +211,21 @@ public:
         next_run(slab);
     }
 
-    // The next K-chunk's first channel, counted through all inputs.
+    // The first channel of the next K-chunk, counted through all inputs.
     __device__ __forceinline__ int merged_channel() const {
         return max(c_first_, sources_.table[walk_.run.source].first) + walk_.block + walk_.channel;
     }
 
-    // Whether the channel `further` on belongs to the same tap.
+    // Whether the channel that is `further` channels ahead belongs to the same tap.
     __device__ __forceinline__ bool same_tap(int further) const { return !walk_.is_past_tap(further); }
 
-    // Whether a pixel's neighbour reads the same elements for the next tap.
+    // Whether a neighbouring pixel reads the same elements through the next tap.
     __device__ __forceinline__ bool has_neighbours() const { return phase_.kernel[2] > 1; }
 
-    // Whether padding may have to be looked up elsewhere in the image.
+    // Whether elements that are outside need the index map.
     __device__ __forceinline__ bool is_mapped() const { return steps_.is_mapped; }
 
-    // At the thread's i-th pixel, from the next K-chunk's first channel on.
+    // The elements at the thread's i-th pixel, from the first channel of the next K-chunk on.
     template <bool MAPPED> __device__ __forceinline__ TapElements<T> elements(int i) const {
         TapElements<T> x = {at_[i], step_c_, 0, (outside_[i] & (row_ | bit(walk_.tap[2]))) == 0};
         if (MAPPED && !x.inside) map(i, x);
@@ -230,7 +233,7 @@ public:
         return x;
     }
 
-    // On by so many K-chunks: of this tap, and what is left over of the following ones.
+    // Advance by `k_chunks` K-chunks: to the end of this tap, then into the taps that follow.
     __device__ __forceinline__ void advance(int k_chunks) {
         const int channel = walk_.channel;
         long long move = 0;
@@ -248,17 +251,17 @@ public:
         for (int i = 0; i < Share::PIXELS; ++i) at_[i] += move;
     }
 
-    // The thread's K-chunks of a slab are done, and `advance` has been told of them.
+    // Called when `advance` has passed all of the thread's K-chunks of a slab.
     __device__ __forceinline__ void end_slab() {
         if (--left_ == 0) next_run(0);
     }
 
 private:
-    static constexpr int NEVER = 31;  // the bit of no tap: set in every pixel's
+    static constexpr int NEVER = 31;  // this bit stands for no tap and is set for every pixel
 
-    // To a slab of the runs to come, at the thread's first K-chunk of it.
+    // Go to the thread's first K-chunk of slab number `slab`, counted from the start of the next run.
     __device__ __forceinline__ void next_run(int slab) {
-        left_ = 0x7fffffff;  // after the last run: nothing is fetched any more
+        left_ = 0x7fffffff;  // after the last run nothing is fetched
         do {
             if (!walk_.next_run(sources_, phase_, c_first_, c_first_ + channels_)) return;
             slab -= walk_.run.slabs;
@@ -281,18 +284,18 @@ private:
         advance(slab * (Share::SLAB / Share::K_CHUNK) + Share::k_chunk(0));
     }
 
-    // Where a pixel's window begins along an axis, before padding.
+    // The position along an axis where a pixel's window begins; negative in the padding.
     __device__ __forceinline__ int window_begin(const TilePixel& pixel, int a) const {
         return bits_.index(pixel.place, a) * steps_.stride[a] - phase_.before[a];
     }
 
-    // Of pixel 0 of a sample.
+    // The address of a channel at pixel 0 of a sample.
     __device__ __forceinline__ long long channel_address(const Image& image, int sample, int channel) const {
         return reinterpret_cast<long long>(image.data) +
                (sample * image.stride_n + (first_channel() + channel) * image.stride_c) * (int)sizeof(T);
     }
 
-    // Of the run, in its input: worked out again, it takes no register.
+    // The first channel of the run in its input.  It is recomputed, so that it occupies no register.
     __device__ __forceinline__ int first_channel() const {
         return max(0, c_first_ - sources_.table[walk_.run.source].first);
     }
@@ -302,9 +305,10 @@ private:
         return int(sources_.table[walk_.run.source].image.stride[a]) * steps_.dilation[a] * (int)sizeof(T);
     }
 
-    // Bytes from the last tap of a row to the first of the one that KWalk has gone to, along an axis or to a block.  Read from
-    // the parameters, they would save 12 of about 58 instructions that a new row takes; but they differ from input to input
-    // and from phase to phase, and of the 4,096 bytes that parameters may have none is left for so many.
+    // Bytes from the last tap of a row to the first tap of the row that `KWalk` has moved to: the next row along
+    // `axis`, or, for -1, the first row of the next block.  Values read from the parameters would save 12 of about 58
+    // instructions per new row.  But they differ between inputs and between phases, and the 4,096 bytes of parameters
+    // have no space for so many values.
     __device__ __forceinline__ long long bytes_to_row(int axis) const {
         long long bytes = axis < 0 ? wide_product(Share::SLAB, step_c_) : step(axis);
         bytes -= wide_product(phase_.kernel[2] - 1, step_w_);
@@ -313,7 +317,7 @@ private:
         return bytes;
     }
 
-    // A tap's bits but that along w.
+    // The bits of the current tap along d and h; `elements` adds the bit along w.
     __device__ __forceinline__ unsigned row_bits() const {
         if (walk_.has_ended()) return 1u << NEVER;
         const int h = phase_.kernel[2], d = h + phase_.kernel[1];
@@ -321,7 +325,8 @@ private:
     }
     static __device__ __forceinline__ unsigned bit(int i) { return 1u << (i & 31); }
 
-    // Of which taps a pixel reads padding; of all where there is no pixel, or are more taps than bits.
+    // The bits of the taps at which a pixel reads padding.  All bits are set if there is no pixel, or if there are more
+    // taps than bits.
     __device__ __forceinline__ unsigned outside_of(const TilePixel& pixel) const {
         if (pixel.sample < 0 || phase_.kernel[0] + phase_.kernel[1] + phase_.kernel[2] > NEVER) return ~0u;
         unsigned outside = 1u << NEVER, tap = 1;
@@ -335,7 +340,7 @@ private:
         return outside;
     }
 
-    // What the padding mode puts in the place of padding.
+    // Replace `x` by the element that the index map of the padding mode finds.
     __device__ __forceinline__ void map(int i, TapElements<T>& x) const {
         const Image& image = sources_.table[walk_.run.source].image;
         const TilePixel& pixel = pixels_[Share::pixel(i)];
@@ -343,7 +348,7 @@ private:
         x.at = channel_address(image, pixel.sample, walk_.block + walk_.channel);
 #pragma unroll 1
         for (int a = 0; a < 3; ++a) {
-            const int tap = a == 0 ? walk_.tap[0] : a == 1 ? walk_.tap[1] : walk_.tap[2];  // they stay in registers
+            const int tap = a == 0 ? walk_.tap[0] : a == 1 ? walk_.tap[1] : walk_.tap[2];  // keeps them in registers
             const int at = window_begin(pixel, a) + tap * steps_.dilation[a];
             const int in = int(padded_index(at, steps_.size[a], steps_.padding_mode));
             x.inside = x.inside && in >= 0;
@@ -356,24 +361,24 @@ private:
     const Phase& phase_;
     const PlaceBits& bits_;
     const int c_first_;
-    const int& channels_;  // in the parameters, where it takes no register
+    const int& channels_;  // refers to the parameters, so that it occupies no register
     const TilePixel* const pixels_;  // in shared memory
 
     KWalk<Share::SLAB, Share::K_CHUNK> walk_;
-    int left_;    // slabs of the run
+    int left_;    // slabs of the run that remain
     int step_c_;  // bytes from one channel to the next
-    int step_w_;  // and from one tap to the next along w
-    unsigned row_;  // bits
+    int step_w_;  // bytes from one tap to the next along w
+    unsigned row_;  // row_bits() of the current tap
     unsigned outside_[Share::PIXELS];
     long long at_[Share::PIXELS];
 };
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// Whole K-chunks into a tile [pixel][k], asynchronously.
+// Copies whole K-chunks into a tile [pixel][k], asynchronously.
 template <class T, class Tile, class Share>
 class ChunkGather {
-    // Of T only so that it is asked where the class is used.
+    // The condition depends on T, so that it is checked only if the class is used.
     static_assert(!PROLOGUE || sizeof(T) == 0, "what is transformed passes through registers");
     static_assert(Share::APART % Tile::PERIOD == 0, "every pixel of a thread meets the same order of chunks");
 
@@ -407,12 +412,13 @@ private:
     }
 
     Cursor cursor_;
-    const int to_;  // where in the tile the thread's first K-chunk goes
+    const int to_;  // index in the tile of the thread's first K-chunk
 };
 
-// Elements into a tile [k][pixel].  Those of four bytes and more are copied asynchronously; smaller ones have no such
-// instruction, and with a prologue none can be: they are HELD in registers between `fetch` and `store`.  Tiles hold
-// transformed elements in their own type: of 16 bits they are rounded once more.
+// Copies elements into a tile [k][pixel].  Elements of four bytes and more are copied asynchronously.  No instruction
+// copies smaller ones that way, and none can apply a prologue: such elements are HELD in registers between `fetch` and
+// `store`, if a thread's K-chunks of a slab belong to one tap.  A tile holds transformed elements in the storage type,
+// so 16-bit elements are rounded once more.
 template <class T, class Tile, class Share>
 class ElementGather {
     static constexpr bool HELD = sizeof(T) < 4 || PROLOGUE;
@@ -463,14 +469,14 @@ public:
     }
 
 private:
-    static constexpr int APART = Share::STEP * K_CHUNK;  // channels from one K-chunk of the thread's to its next
+    static constexpr int APART = Share::STEP * K_CHUNK;  // channels from one K-chunk of the thread to its next
 
-    // Where channel c of the thread's i-th K-chunk goes, of its j-th pixel.
+    // The index in the tile of channel c of the thread's i-th K-chunk, at its j-th pixel.
     static __device__ __forceinline__ int index(int i, int c, int j) {
         return Tile::index(Share::k_chunk(i) * K_CHUNK + c, Share::pixel(j));
     }
 
-    // An element of a merged channel as it enters the product.
+    // An element of a merged channel after the prologue.
     __device__ __forceinline__ T transformed_at(T x, int channel) const {
         if constexpr (PROLOGUE)
             return narrow<T>(transformed(widen(x), factors_of<Accumulator<T>>(prologue_, channel), prologue_));
@@ -482,7 +488,7 @@ private:
         return cursor_.is_mapped() ? cursor_.template elements<true>(j) : cursor_.template elements<false>(j);
     }
 
-    // The thread's i-th K-chunk of this slab at its j-th pixel: elements x from `channel` on.
+    // Fetch the thread's i-th K-chunk of this slab at its j-th pixel: the elements of `x` from `channel` on.
     template <bool HOLD>
     __device__ __forceinline__ void fetch_k_chunk(T* tile, int i, int j, const TapElements<T>& x, int channel) {
 #pragma unroll
@@ -501,12 +507,13 @@ private:
     Cursor cursor_;
     const Prologue& prologue_;
     bool holds_;
-    int held_channel_, held_count_;  // of what is held, with a prologue: its first channel, and how many there are
+    int held_channel_, held_count_;  // with a prologue: first merged channel and number of channels of `held_`
     T held_[HELD ? Share::K_CHUNKS : 1][K_CHUNK];
 };
 
-// Pixels as they lie, of one tap and no padding: 16 bytes of one channel's into a tile [k][pixel], asynchronously.  A
-// thread has the same pixels for the whole sum, and of each slab channels that are STEP apart.
+// Copies 16 bytes of neighbouring pixels of one channel into a tile [k][pixel], asynchronously.  It is for a kernel of
+// one tap without padding whose pixels are contiguous.  A thread copies the same pixels for the whole sum, and channels
+// that are STEP apart in each slab.
 template <class T, class Tile, int THREADS>
 class PixelChunks {
     static constexpr int STEP = THREADS / Tile::CHUNKS, CHUNKS = Tile::ROWS / STEP;
@@ -517,7 +524,7 @@ class PixelChunks {
 public:
     static constexpr int SLAB = Tile::ROWS, K_CHUNK = 4;
 
-    // Of the group that reads `channels` channels from c_first on, from slab number `slab` on.
+    // Start at slab number `slab` of the group that reads `channels` channels from `c_first` on.
     struct Cursor {
         const Sources& sources;
         const Steps& steps;
@@ -553,9 +560,9 @@ public:
     __device__ __forceinline__ void store(T*) {}
 
 private:
-    // To a slab of the runs to come.
+    // Go to slab number `slab`, counted from the start of the next run.
     __device__ __forceinline__ void next_run(int slab) {
-        slabs_ = 0x7fffffff;  // after the last run: nothing is fetched any more
+        slabs_ = 0x7fffffff;  // after the last run nothing is fetched
         left_in_run_ = 0;
         do {
             if (!run_.next(sources_, c_first_, c_first_ + channels_, 1, K_CHUNK, SLAB)) return;
@@ -574,16 +581,16 @@ private:
     const PlaceBits& bits_;
     const int c_first_;
     const int& channels_;
-    const int to_;  // where in the tile the thread's first chunk goes
-    int sample_;    // -1 where there is no such pixel
+    const int to_;  // index in the tile of the thread's first chunk
+    int sample_;    // -1 if there is no such pixel
     unsigned place_;
     Run run_;
-    int slabs_, left_in_run_;  // of the run: slabs, and channels from the thread's first on
+    int slabs_, left_in_run_;  // of the run: remaining slabs, and channels from the thread's first on
     const char* at_;
-    long long step_;  // bytes from one of its channels to the next
+    long long step_;  // bytes from one of the thread's channels to its next
 };
 
-// ---- by name -------------------------------------------------------------------------------------------------------
+// ---- choice of a gather --------------------------------------------------------------------------------------------
 
 template <class T, class Tile, int THREADS, Direction DIRECTION, bool CHUNKED> struct GatherOf;
 template <class T, class Tile, int THREADS> struct GatherOf<T, Tile, THREADS, ALONG_PIXELS, false> {

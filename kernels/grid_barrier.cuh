@@ -1,15 +1,15 @@
-// A barrier between blocks: each adds one to a counter and waits until all that share it have done so.
+// A barrier between thread blocks: each adds one to a counter and waits until all blocks that share it have done so.
 //
 //     block 0   write h  ->  arrive  ->  await  ->  read h of all blocks
 //     block 1   write h  ->  arrive  ->  await  ->  read h of all blocks
 //
-// The launch is cooperative: blocks that had not begun would be waited for in vain.  The counter begins at 0 and only
-// grows, to `blocks` at the first barrier, 2 `blocks` at the second, so nothing is ever reset while someone reads it.
+// The launch has to be cooperative: otherwise blocks may wait for blocks that never start.  The counter begins at 0 and
+// only grows: to `blocks` at the first barrier, to 2 `blocks` at the second.  It is never reset while a block reads it.
 //
-// Why every write before is seen by every read behind: __syncthreads orders the block's writes before its speaker's
-// addition, which is a release at the scope of the GPU and so carries all that this thread has been ordered after; the
-// load that sees the count is an acquire at the same scope, and the second __syncthreads orders it before what the
-// other threads of that block read.
+// Every read after the barrier sees every write before it, for the following reasons.  __syncthreads orders the writes
+// of the block before the addition by its speaker.  The addition is a release at the scope of the GPU, so it also
+// publishes the writes that are ordered before it.  The load that sees the count is an acquire at the same scope.  The
+// second __syncthreads orders this load before the reads of the other threads of that block.
 #pragma once
 #include "portable.cuh"
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_released(unsigned* counter, unsigned value) 
                  : "memory");
 }
 
-// Returns when the counter has come to `target`.
+// Returns when the counter has reached `target`.
 __device__ __forceinline__ void wait_acquired(const unsigned* counter, unsigned target) {
     unsigned seen;
     do {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void wait_acquired(const unsigned* counter, unsigned 
 }
 #endif
 
-// Both are called by all threads of a block; what needs nothing of the other blocks may be done between them.  The one
-// that speaks for the block is in the last warp, which has nothing else to do there where others have.
+// All threads of a block call both functions.  Work that does not depend on other blocks may be done between them.  The
+// thread that speaks for the block is in the last warp, which is idle at places where other warps have work.
 __device__ __forceinline__ bool speaks() { return threadIdx.x == blockDim.x - 1; }
 
 __device__ __forceinline__ void arrive(unsigned* counter) {

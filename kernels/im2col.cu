@@ -1,23 +1,23 @@
-// Columns: every window of a list of images, written out as one column per pixel.
+// Columns (im2col): every window of a list of inputs, written out as one column per pixel.
 //
 //     columns[n, c * taps + t, p] = x[n, c, window(p, t)]       c counts the channels of all inputs
 //
 //     no M, no K: a copy.      rows = (c, t)      N = p (pixels)
 //
-//     x [n, c]   . a b c .        columns   t=0  . a b c     one tap per thread, for WIDTH channels of one input at
-//                . d e f .                  t=1  a b c .     WIDTH neighbouring pixels: a square in registers
+//     x [n, c]   . a b c .        columns   t=0  . a b c     one tap per thread, for WIDTH channels of one input
+//                . d e f .                  t=1  a b c .     and WIDTH adjacent pixels: a square in registers
 //                                           ...
 //
-//     square     c ↓  # # # #      read along p, element by element, or along c, where channels are contiguous,
-//                     # # # #      as vectors; written along p as vectors.  Where its pixels lie in x is worked
-//                     # # # #      out once for all channels.
+//     square     c ↓  # # # #      read along p element by element, or along c as vectors if channels are
+//                     # # # #      contiguous; written along p as vectors. The offsets of its pixels in x are
+//                     # # # #      computed once for all channels.
 //                     # # # #
 //                p ->
 //
-// Neighbouring threads take neighbouring pixels.  Channels-last, 4 of them share the pixels and take neighbouring
-// channels, so that reading and writing both touch whole sectors.
+// Adjacent threads process adjacent pixels.  If the inputs are channels-last, up to 4 threads share the same pixels and
+// process adjacent channels, so that both reads and writes cover whole sectors.
 //
-// Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
+// Without a prologue only bits are copied, so the type is just the element's size.  Zero is zero in all of them.
 // Bound by memory.  Floor: (channels * size + rows * pixels) elements per sample over the bandwidth.
 //
 // -D: DTYPE (bits16 ... bits128, or with a prologue the storage type), WIDTH (side of the square: 16 bytes of T, or 1),
@@ -33,8 +33,8 @@ struct Im2colParams {
     Prologue prologue;
     void* columns;
     long long stride_n, stride_row, stride_pixel;
-    long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
-    int squares, channel_lanes;  // runs of at most WIDTH channels of one input; threads side by side along them
+    long long batch, first_pixel, pixels;  // the chunk: `pixels` pixels of every sample, from first_pixel on
+    int squares, channel_lanes;  // runs of at most WIDTH channels of one input; threads of a warp along the channels
 };
 
 }  // namespace cupyconv
@@ -44,7 +44,7 @@ using namespace cupyconv;
 using T = DTYPE;
 constexpr int MAX_BLOCK = 256;
 
-// Whether WIDTH channels of a pixel are contiguous, from a 16-byte boundary on.
+// Whether WIDTH channels of a pixel are contiguous and 16-byte aligned.
 __device__ __forceinline__ bool channels_vectorized(const Image& x) {
     const long long steps = x.stride_n | x.stride[0] | x.stride[1] | x.stride[2];
     return WIDTH > 1 && x.stride_c == 1 && (reinterpret_cast<unsigned long long>(x.data) | steps * sizeof(T)) % 16 == 0;
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
             const long long p = share.pixel;
             const T* const x_n = static_cast<const T*>(x.data) + share.n * x.stride_n + c_first * x.stride_c;
 
-            // Where the pixels lie in x.
+            // The offsets of the pixels in x.
             Pixel out = pixel_at(params.first_pixel + p, windows.out), in;
             long long offset[WIDTH];
             bool inside[WIDTH];
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
                 inside[i] = tap_place(windows, out, tap, in, 2) && row_inside && p + i < params.pixels;
                 offset[i] = offset_of(in.at, x.stride);
                 advance(out.at, windows.out);
-                if (i + 1 < WIDTH && out.at[2] == 0)  // another row
+                if (i + 1 < WIDTH && out.at[2] == 0)  // the first pixel of another row
                     row_inside = tap_place(windows, out, tap, in, 0) & tap_place(windows, out, tap, in, 1);
             }
 
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j, to += taps * params.stride_row) {
                 if (j >= channels) break;
-                if (p + WIDTH <= params.pixels) {  // vectors: stride_pixel is 1
+                if (p + WIDTH <= params.pixels) {  // vectors; their stride_pixel is 1
                     store_vector<WIDTH>(to, square_of[j]);
                 } else {
 #pragma unroll

@@ -1,27 +1,27 @@
-// Images (n, c, d, h, w) with any strides, lists of them, and the windows that slide over them.
+// Images (n, c, d, h, w) with any strides, lists of images, and the windows that slide over them.
 #pragma once
 #include "numeric.cuh"
 
 namespace cupyconv {
 
-// Elements of a box, and where one of them lies.
+// The number of elements of a box, and the offset of one of them.
 template <class I> __device__ __forceinline__ I product_of(const I (&size)[3]) { return size[0] * size[1] * size[2]; }
 template <class I> __device__ __forceinline__ long long offset_of(const I (&at)[3], const long long (&stride)[3]) {
     return at[0] * stride[0] + at[1] * stride[1] + at[2] * stride[2];
 }
 
-// One array.  Strides count elements; 64-bit, since an array may pass 2^31 of them.
+// One array.  Strides are in elements.  They are 64-bit, since an array may have more than 2^31 elements.
 struct Image {
     void* data;
     long long stride_n, stride_c, stride[3];
 
-    // Where an element lies; `pixel` is a Pixel.
+    // The offset of an element; `pixel` is a Pixel.
     template <class P> __device__ __forceinline__ long long at(long long n, long long c, const P& pixel) const {
         return n * stride_n + c * stride_c + offset_of(pixel.at, stride);
     }
 };
 
-// One of several inputs that stand for their concatenation along c:
+// One of several inputs that represent their concatenation along c:
 //
 //     concatenation   | x[0]      | x[1] | x[2]        |
 //     channel         0           first  first + channels
@@ -30,7 +30,7 @@ struct Source {
     int first, channels;
 };
 
-// As many as fit beside the rest of a parameter struct in the 4 KiB that every driver accepts.
+// The most sources that fit, with the rest of a parameter struct, in the 4 KiB that every driver accepts.
 constexpr int MAX_SOURCES = 60;
 
 struct Sources {
@@ -46,8 +46,8 @@ struct Windows {
 
 enum PaddingMode { CONSTANT, REFLECT, SYMMETRIC, EDGE, WRAP };
 
-// Beyond an edge the modes other than CONSTANT and EDGE repeat with a period, and two of them run backwards in its
-// second half.  A function, since few threads get here and its division is long.
+// The index in the modes REFLECT, SYMMETRIC and WRAP.  They repeat the image with a period, and the first two run
+// backwards in its second half.  This function is not inlined, since few threads call it and its division is long.
 static __device__ __noinline__ long long repeated_index(long long i, long long size, int mode) {
     const long long period = mode == WRAP ? size : mode == SYMMETRIC ? 2 * size : size > 1 ? 2 * (size - 1) : 1;
     long long j = i % period;
@@ -56,7 +56,7 @@ static __device__ __noinline__ long long repeated_index(long long i, long long s
     return mode == SYMMETRIC ? period - 1 - j : period - j;
 }
 
-// The index that a padded index stands for, or -1 where it is a zero.
+// The index of the element that a padded index refers to, or -1 for a zero.
 __device__ __forceinline__ long long padded_index(long long i, long long size, int mode) {
     if (i >= 0 && i < size) return i;
     if (mode == CONSTANT) return -1;
@@ -68,17 +68,18 @@ struct Pixel {
     long long at[3];
 };
 
-// A thread's share of all samples' rows of pixels: `width` pixels from `pixel` on, of one sample.
+// A thread's share of the pixels of all samples: a run of `width` pixels of sample `n` that begins at `pixel`.
 struct Share {
     long long n, pixel;
 };
 
-// Samples and pixels are numbered as one, so that small images fill a block as well as large ones.
+// The share with number q.  Shares are numbered across samples, so that small images fill a block as well as large
+// ones.
 __device__ __forceinline__ Share share_at(long long q, long long shares_per_row, int width) {
     return {q / shares_per_row, q % shares_per_row * width};
 }
 
-// The first share of this thread, and the distance to its next.
+// The first share of this thread, and the distance to its next one.
 __device__ __forceinline__ long long first_share() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ long long share_step() { return (long long)gridDim.x * blockDim.x; }
 
@@ -89,7 +90,7 @@ template <class I> __device__ __forceinline__ Pixel pixel_at(long long p, const 
     return {{row / size[1], row % size[1], p % size[2]}};
 }
 
-// The next pixel, or tap, in row-major order.
+// Advance to the next pixel, or tap, in row-major order.
 template <class I> __device__ __forceinline__ void advance(I (&at)[3], const I (&size)[3]) {
     if (++at[2] < size[2]) return;
     at[2] = 0;
@@ -98,8 +99,8 @@ template <class I> __device__ __forceinline__ void advance(I (&at)[3], const I (
     ++at[0];
 }
 
-// Where the tap (kd, kh, kw) of the window at an output pixel lies along one axis of the input; false where on a zero.
-// Only true taps are visited: the kernel is never widened to emulate dilation.
+// Compute the input position, along one axis, of the tap (kd, kh, kw) of the window at an output pixel.  Returns false
+// if the tap reads a zero of the padding.  Only true taps are visited: the kernel is never widened to emulate dilation.
 __device__ __forceinline__ bool tap_place(
     const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in, int axis) {
     const long long i = out.at[axis] * w.stride[axis] - w.before[axis] + (long long)tap[axis] * w.dilation[axis];
@@ -107,7 +108,7 @@ __device__ __forceinline__ bool tap_place(
     return in.at[axis] >= 0;
 }
 
-// Where it lies along all three axes.
+// The same along all three axes.
 __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in) {
     bool inside = true;
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, co
     return inside;
 }
 
-// Tap number t of a kernel as (kd, kh, kw); or any number of a box.
+// Tap number t of a kernel as (kd, kh, kw).  It converts the number of an element of any box.
 __device__ __forceinline__ void tap_at(int t, const int (&kernel)[3], int (&tap)[3]) {
     tap[2] = t % kernel[2];
     t /= kernel[2];

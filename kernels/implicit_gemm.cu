@@ -6,20 +6,20 @@
 //     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
 //
 //                       N ->                             one block: a TILE_M x TILE_N part of one group's result,
-//                  x    | K-slab  |  ...                 K-slab by K-slab through shared memory, STAGES of them
-//                       +----+----+                      on their way at a time
+//                  x    | K-slab  |  ...                 K-slab by K-slab through shared memory, in a pipeline
+//                       +----+----+                      of STAGES stages
 //     weight  K ->      |    |    |
 //     M  [K-slab ]...   | w  | w  |                      w: a warp's part, sums in registers
 //     ↓                 +----+----+
 //
-// The source is chosen once per slab.  Sums leave through shared memory, so that the result is written along
-// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, gridDim.y blocks share a tile's
-// K, and keep partial sums that the epilogue kernel adds in order.
+// The source is chosen once per slab.  The epilogue stages sums in shared memory, so that the result is written along
+// its unit stride.  If few tiles would leave the GPU idle, gridDim.y blocks share the K of a tile.  They store partial
+// sums, which the epilogue kernel adds in order.
 //
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
-// What else a tile takes: L2 gives its two edges for each of its K-slabs, so that a large tile asks for fewer bytes an
-// operation; and shared memory gives a warp the edges of its part, which is why parts are 64 x 64 where they can be.
+// Memory traffic: a block reads the two edges of its tile from L2 for each K-slab, so a large tile reads fewer bytes
+// per operation.  A warp reads the edges of its part from shared memory, so parts are 64 x 64 where possible.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE_M and TILE_N (of a tile: 64 x 64, 128 x 128, 64 x 256
 //     or 128 x 256), GATHER (what neighbouring threads gather: a direction of gather.cuh), PROLOGUE (1: inputs are
@@ -30,18 +30,18 @@
 
 namespace cupyconv {
 
-// The weight in K-slabs, of rows [m][k], or [k][m] for CUDA cores: as pack_weight.cu leaves it, or as the caller has it.
+// The weight in K-slabs [m][k], or [k][m] for CUDA cores: packed by pack_weight.cu, or as the caller stores it.
 struct WeightSlabs {
     const void* data;
-    long long stride_g, stride_slab, stride_row;  // elements from a group, a slab and a row of one to the next
-    int rows;                                     // of a slab; a tile may have more, which are not stored
+    long long stride_g, stride_slab, stride_row;  // elements from one group, slab and row to the next
+    int rows;                                     // rows of a slab; a tile may have more, which are not stored
 };
 
 struct ImplicitGemmParams {
     Sources sources;
     Steps steps;
     WeightSlabs weight;
-    Image out;           // or, of several splits, the first plane of partial sums
+    Image out;           // or, if the sum is split, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
     Prologue prologue;
@@ -49,8 +49,8 @@ struct ImplicitGemmParams {
     PlaceBits place_bits;
     int groups, group_channels, group_outputs;
     int tiles_m;          // tiles along M
-    int keeps_sums;       // they are stored as they are, in their own type
-    int slabs_per_split;  // of a block's share of K
+    int keeps_sums;       // stores the sums as they are, in the accumulator's type
+    int slabs_per_split;  // K-slabs of a block's share of K
     int phases;           // convolutions of the grid
     Phase phase[MAX_PHASES];
 };
@@ -67,15 +67,15 @@ constexpr bool WIDE = TILE_N == 256;
 constexpr int WARP_ROWS = WIDE ? 64 : TILE_M / 2, WARP_COLUMNS = WIDE ? 64 : 32;
 constexpr int WARPS_DOWN = TILE_M / WARP_ROWS, THREADS = WARPS_DOWN * (TILE_N / WARP_COLUMNS) * WARP;
 constexpr int STAGES = 3;
-// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow.
+// Blocks per multiprocessor, so that one block works while another waits: as many as the registers of the sums allow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memory hold no more
+constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // 64 KiB of shared memory hold no more
 #else
 constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
 constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
-// Doubles' few units are busy with three blocks; for a fourth registers were spilled.
+// Three blocks keep the few units for doubles busy; a fourth caused register spills.
 constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA;
-// A thread of a large tile has 64 sums, of two registers each where they are doubles or a slab's are kept apart.
+// A thread of a large tile has 64 sums.  A sum needs two registers if it is a double, or if a slab is summed apart.
 constexpr bool ALONE = THREADS == 256 && (ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8);
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS
@@ -93,14 +93,14 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// Sums on their way to the result: a part of the tile at a time, in the order in which they are written: so far apart
-// that neither the lanes of a fragment nor those of a line meet in a bank.
+// Sums on their way to the result, one part of the tile at a time, in the order in which they are written.  The pitches
+// keep the lanes of a fragment, and the lanes that write a line, in different banks.
 constexpr int PART_ROWS = WARP_ROWS, PART_COLUMNS = TILE_N < 128 ? TILE_N : 128;
 constexpr int PARTS_ACROSS = TILE_N / PART_COLUMNS;
 constexpr int PIXELS_PITCH = PART_COLUMNS + 8;  // [m][j], along pixels
 constexpr int OUTPUTS_PITCH = PART_ROWS + 4;    // [j][m], along outputs
 struct EpilogueShared {
-    long long out_at[TILE_N], residual_at[TILE_N];  // of an EpilogueTile
+    long long out_at[TILE_N], residual_at[TILE_N];  // see EpilogueTile
     Sum sums[PART_ROWS * PIXELS_PITCH];
 };
 static_assert(PART_COLUMNS * OUTPUTS_PITCH == PART_ROWS * PIXELS_PITCH, "either order fills the same");
@@ -114,7 +114,7 @@ struct Shared {
     };
 };
 
-// The weight's side of a slab: two 16-byte chunks a thread, or four where it comes in two parts.
+// Copies the weight of a slab: two 16-byte chunks per thread, or four if the weight is stored in two parts.
 class WeightFetch {
     static constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS, PASSES = WeightTile::ROWS / ROWS_PER_PASS;
     static constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // [k][m]
@@ -122,19 +122,19 @@ class WeightFetch {
     static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "all meet the same order of chunks");
 
 public:
-    // Of a tile from row m_first of a group on, from slab number `slab` on.
+    // Start at row `m_first` of group `g`, at slab number `slab`.
     __device__ __forceinline__ WeightFetch(const WeightSlabs& slabs, int g, int m_first, int slab)
         : stride_slab_(slabs.stride_slab) {
         const int row = threadIdx.x / WeightTile::CHUNKS, column = threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK;
         const int first = existing(slabs, m_first, row), second = existing(slabs, m_first, row + ROWS_PER_PASS);
         to_ = WeightTile::index(row, column);
-        if (CHUNKED) to_ = opaque(to_);  // else it is worked out again, and leaves its register to what is gathered
+        if (CHUNKED) to_ = opaque(to_);  // otherwise it is recomputed, which leaves its register to the gather
         from_ = static_cast<const T*>(slabs.data) + g * slabs.stride_g + slab * slabs.stride_slab +
                 first * slabs.stride_row + column + (M_INSIDE ? m_first : 0);
         step_ = int((second - first) * slabs.stride_row);
     }
 
-    // The next slab.
+    // Copy the next slab.
     __device__ __forceinline__ void fetch(T* tile) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i)
@@ -143,27 +143,27 @@ public:
     }
 
 private:
-    // In the place of a row that is not there the last one that is: what comes of it is not stored.
+    // A row that does not exist is replaced by the last row that does.  Its sums are not stored.
     static __device__ __forceinline__ int existing(const WeightSlabs& slabs, int m_first, int row) {
         return M_INSIDE ? row : min(m_first + row, slabs.rows - 1);
     }
 
     const T* from_;
     const long long& stride_slab_;
-    int step_, to_;  // elements from the first chunk to the second; where in the tile the first goes
+    int step_, to_;  // elements from the first chunk to the second; index in the tile of the first
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
     DYNAMIC_SHARED(Shared, shared);
 
-    // Blocks that share pixels follow each other, and find them in the L2 cache: there, too, meet what neighbouring phases
-    // store into the same lines.
+    // Consecutive blocks share pixels, which they find in the L2 cache.  Stores of neighbouring phases to the same
+    // lines meet there, too.
     const int m_first = blockIdx.x % params.tiles_m * TILE_M;
     const int g = blockIdx.x / params.tiles_m % params.groups, at = blockIdx.x / params.tiles_m / params.groups;
     const Phase& phase = params.phase[at % params.phases];
     const long long pixels = params.batch * phase.pixels(), j_first = (long long)(at / params.phases) * TILE_N;
-    if (j_first >= pixels) return;  // other phases have more
+    if (j_first >= pixels) return;  // other phases have more pixels
     const int c_first = g * params.group_channels;
     const int first = blockIdx.y * params.slabs_per_split;
 
@@ -183,12 +183,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_j = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
-    int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
+    int used = 0, next = 0;  // stage of slab i, and stage that is filled meanwhile
 #pragma unroll 1
     for (int i = 1 - STAGES; i < slabs; ++i) {
         if (i >= 0) {
             wait_for_copies<STAGES - 2>();
-            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+            __syncthreads();  // all copies of slab i have arrived, and slab i - 1 has been used
         }
         Stage& to = shared->stage[next];
         const bool more = i + STAGES - 1 < slabs;
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (more) gather.store(to.x);
     }
     wait_for_copies<0>();
-    __syncthreads();  // the stages are free
+    __syncthreads();  // the stages may be overwritten
 
     EpilogueShared& finished = shared->epilogue;
     const Image& out = params.out;
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         finished.out_at[j] = sample < 0 ? NOWHERE : phase.first_element + out.at(sample, 0, pixel);
         finished.residual_at[j] = residual.at(sample, 0, pixel);
     }
-    const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
+    const bool along_outputs = out.stride_c == 1;  // neighbouring threads write neighbouring outputs, else pixels
     Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
 #pragma unroll 1
     for (int part = 0; part < WARPS_DOWN * PARTS_ACROSS; ++part) {

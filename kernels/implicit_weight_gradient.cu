@@ -5,20 +5,22 @@
 //     M = o (outputs of a group)    N = (t, c) (taps, and channels of a group)    K = (n, p) (pixels), cut into parts
 //
 //                         N ->                    one block: a TILE_M x TILE_N part of one group's sums over one part
-//                 x   K [K-slab]  ...             of the pixels, K-slab by K-slab through shared memory, STAGES of
-//                     ↓ +------+                  them on their way at a time
+//                 x   K [K-slab]  ...             of the pixels, K-slab by K-slab through shared memory, in a
+//                     ↓ +------+                  pipeline of STAGES stages
 //     grad   K ->       |      |
 //     M    [K-slab]'... | w  w |                  w: a warp's part, sums in registers
 //     ↓                 +------+
 //
-// Both matrices have their pixels in rows, with outputs or channels side by side, and lie so in shared memory too: a row
-// is copied 16 bytes at a time, and fragments are loaded transposed.  A thread copies the same 16 bytes of pixel after
-// pixel: of x they belong to one tap, which moves the whole image by a constant and leaves zeros where it is off it.
+// A row of either matrix is a pixel, with contiguous outputs or channels, and tiles in shared memory have the same
+// order.  A row is copied 16 bytes at a time, and fragments are loaded transposed.  A thread copies the same 16 bytes
+// of pixel after pixel.  In x these belong to one tap, which shifts the whole image by a constant.  Off the image there
+// are zeros, or the elements that the padding mode repeats.
 //
-// A part's sums are stored as they are; the epilogue kernel adds the parts, in their order: no atomics.
+// The sums of a part are stored as they are.  The epilogue kernel adds the parts in a fixed order: no atomics.
 //
 // Bound by arithmetic for many outputs and channels.  Floor: 2 * M * N * K operations over the rate of the arithmetic;
-// `grad` and x once over the bandwidth.  L2 gives a tile its two edges for each K-slab, the sums are written and read once.
+// `grad` and x once over the bandwidth.  A block reads the two edges of its tile from L2 for each K-slab.  The sums are
+// written and read once.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE_M and TILE_N (of a tile: 64 x 128 or 128 x 128)
 #include "image.cuh"
@@ -29,12 +31,12 @@ namespace cupyconv {
 struct ImplicitWeightGradientParams {
     Sources sources;
     Windows windows;
-    const void* grad;         // one row of all samples' pixels, outputs side by side
-    long long pixel_stride;   // of it
+    const void* grad;         // pixels of all samples in one row, with contiguous outputs
+    long long pixel_stride;   // elements from one pixel of `grad` to the next
     void* sums;               // (parts, outputs, taps, group_channels) in C order, in the accumulator's type
     long long plane;          // elements of a part
     int pixels;               // of all samples
-    int pixels_per_part;      // whole K-slabs
+    int pixels_per_part;      // a multiple of SLAB
     int groups, group_channels, group_outputs;
 };
 
@@ -63,15 +65,15 @@ struct TileShare {
     static __device__ __forceinline__ int pixel() { return threadIdx.x / Tile::CHUNKS; }
     static __device__ __forceinline__ int column() { return threadIdx.x % Tile::CHUNKS * CHUNK; }
     static __device__ __forceinline__ int place() { return Tile::index(pixel(), column()); }
-    // Where its i-th pixel lies, by where the first does: the order of chunks is an exclusive or by the row, of which that of
-    // the first has other bits.
+    // Tile index of the thread's i-th pixel, from that of its first.  The order of the chunks is an exclusive or by the
+    // row, and the row of the first pixel has no bits in common with i * APART.
     static __device__ __forceinline__ int place(int first, int i) {
         const int rows = i * APART * Tile::COLUMNS, turn = Tile::index(i * APART, 0) - rows;
         return (first ^ turn) + rows;
     }
 };
 
-// What a thread copies of the gradient, slab after slab of pixels [first, end).
+// Copies a thread's part of the gradient, slab after slab of pixels.
 class GradChunks {
     using Its = TileShare<GradTile>;
 
@@ -79,12 +81,12 @@ public:
     __device__ __forceinline__ GradChunks(const ImplicitWeightGradientParams& params, int group, int m, int first)
         : step_(Its::APART * params.pixel_stride), to_(opaque(Its::place())) {
         m += Its::column();
-        m = min(m, params.group_outputs - CHUNK);  // what comes of an output that is not there is not stored
+        m = min(m, params.group_outputs - CHUNK);  // sums of outputs that do not exist are not stored
         from_ = static_cast<const T*>(params.grad) + group * (long long)params.group_outputs + m +
                 (first + Its::pixel()) * params.pixel_stride;
     }
 
-    // The next slab, of which `left` pixels are there.
+    // Copy the next slab, of which `left` pixels exist.
     __device__ __forceinline__ void fetch(T* tile, int left) {
 #pragma unroll
         for (int i = 0; i < Its::PIXELS; ++i, from_ += step_)
@@ -97,9 +99,9 @@ private:
     const int to_;
 };
 
-// What it copies of the inputs: a chunk of channels of one input at one tap of each window.
+// Copies a thread's part of the inputs: a chunk of channels of one input, at one tap of each window.
 //
-//     window's row   |  n, d, h  |     its address and whether it is on the image are worked out where a row begins
+//     window's row   |  n, d, h  |     its address, and whether it is on the image, are computed once per row
 //     along it          w -> w + APART strides
 class TapChunks {
     using Its = TileShare<ImageTile>;
@@ -108,7 +110,7 @@ public:
     __device__ __forceinline__ TapChunks(const ImplicitWeightGradientParams& params, int group, int column, int first)
         : sources_(params.sources), windows_(params.windows), to_(opaque(Its::place())) {
         column += Its::column();
-        column = min(column, params.group_channels * product_of(windows_.kernel) - CHUNK);  // as with outputs
+        column = min(column, params.group_channels * product_of(windows_.kernel) - CHUNK);  // as for outputs
         const int t = column / params.group_channels, c = group * params.group_channels + column % params.group_channels;
         source_ = 0;
         while (source_ + 1 < sources_.count && c >= sources_.table[source_ + 1].first) ++source_;
@@ -137,14 +139,14 @@ public:
             int w = w_;
             const bool inside = find(w, 2) && on_image_ && Its::pixel() + i * Its::APART < left;
             const void* const from = reinterpret_cast<const void*>(row_ + wide_product(w, step_w_));
-            // Neighbouring taps read it again, shifted.
+            // Through L1: neighbouring taps read the same bytes again, shifted.
             copy_async<16, true>(tile + Its::place(to_, i), from, inside);
             advance();
         }
     }
 
 private:
-    // Where an index of the padded image is on the image; false where it is a zero.
+    // Replace an index of the padded image by the index in the image; false if the element is a zero.
     __device__ __forceinline__ bool find(int& index, int a) const {
         if ((unsigned)index < (unsigned)windows_.size[a]) return true;
         if (windows_.padding_mode == CONSTANT) return false;
@@ -152,7 +154,7 @@ private:
         return true;
     }
 
-    // On by APART pixels.
+    // Advance by APART pixels.
     __device__ __forceinline__ void advance() {
         const int width = out(2) * windows_.stride[2];
         w_ += Its::APART * windows_.stride[2];
@@ -168,7 +170,7 @@ private:
         begin_row();
     }
 
-    // Where the row of the window lies at w = 0.
+    // Compute the address of the window's row at w = 0.
     __device__ __forceinline__ void begin_row() {
         const Image& image = sources_.table[source_].image;
         on_image_ = true;
@@ -187,18 +189,18 @@ private:
     const Sources& sources_;
     const Windows& windows_;
     const int to_;
-    const T* data_;  // of the chunk, at pixel 0 of sample 0
+    const T* data_;  // the chunk at pixel 0 of sample 0
     int source_, step_w_;
     int offset_[3];      // of the tap in a window, before padding
-    int n_, d_, h_, w_;  // the window of the next pixel; along w where the tap is
-    long long row_;      // an address; whatever it is, where not `on_image_`
+    int n_, d_, h_, w_;  // the window of the next pixel; w_ is the tap's position along w
+    long long row_;      // an address; arbitrary if not `on_image_`
     bool on_image_;
 };
 
-// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow, which are two for each
-// where a slab's are kept apart, or where they are doubles.
+// Blocks per multiprocessor, so that one block works while another waits: as many as the registers of the sums allow.
+// A sum needs two registers if a slab is summed apart, or if it is a double.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int MIN_BLOCKS = 1;  // its 64 KiB of shared memory hold no more
+constexpr int MIN_BLOCKS = 1;  // 64 KiB of shared memory hold no more
 #else
 constexpr bool TWO_REGISTERS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8;
 constexpr int MIN_BLOCKS = (THREADS == 256 ? 2 : 3) - TWO_REGISTERS;
@@ -208,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_weight_gradient(const __grid_constant__ ImplicitWeightGradientParams params) {
     DYNAMIC_SHARED(Stage, stage);
 
-    // Blocks of the same pixels follow each other, and find them in the L2 cache.
+    // Consecutive blocks read the same pixels, which they find in the L2 cache.
     const int columns = params.group_channels * product_of(params.windows.kernel);
     const int tiles_m = (params.group_outputs + TILE_M - 1) / TILE_M, tiles_n = (columns + TILE_N - 1) / TILE_N;
     const int m_first = blockIdx.x % tiles_m * TILE_M, n_first = blockIdx.x / tiles_m % tiles_n * TILE_N;
@@ -221,12 +223,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_n = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, false> tile(warp_m, warp_n);
-    int at = 0;  // the stage of slab i - 1, which is fetched into
+    int at = 0;  // stage of slab i - 1, which the next copies overwrite
 #pragma unroll 1
     for (int i = 1 - STAGES; i < slabs; ++i) {
         if (i >= 0) {
             wait_for_copies<STAGES - 2>();
-            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+            __syncthreads();  // all copies of slab i have arrived, and slab i - 1 has been used
         }
         if (i + STAGES - 1 < slabs) {
             const int left = end - first - (i + STAGES - 1) * SLAB;

@@ -1,58 +1,60 @@
-// Fused merge: a 1x1 convolution over the concatenation of many inputs that is never built.
+// Fused merge: a 1x1 convolution over the concatenation of many inputs, which is never built.
 //
 //     y[n, o, p] = activation( sum_s sum_c weight[o, first_s + c] * x_s[n, c, p] + bias[o] + residual[n, o, p] )
 //
-//     M = o (outputs)    N = p (pixels)    K = (s, c) (channels of all inputs)
+//     M = o (output channels)    N = p (pixels)    K = (s, c) (channels of all inputs)
 //
 //                        pixels ->   one thread: WIDTH pixels, 16 bytes
-//     x_0  c ↓  [.............####.............]      every input element is read once per tile of
-//     x_1  c ↓  [.............####.............]      TILE outputs, every output written once
+//     x_0  c ↓  [.............####.............]      every input element is read once per tile of TILE
+//     x_1  c ↓  [.............####.............]      output channels, every output element is written once
 //     ...                       |
 //     y    o ↓  [.............####.............]      TILE x WIDTH sums in registers
 //
-// The walk over the channels goes through all inputs as through one, and loads DEPTH channels before it uses the
-// first: inputs of one channel keep as many bytes in flight as one input of many.  A thread's pixels are
+// A thread walks over the channels of all inputs as if they were one input, and loads DEPTH channels before it uses the
+// first one.  Many inputs of one channel therefore keep as many bytes in flight as one input of many channels.  The
+// pixels of a thread are
 //
-//     VECTOR = WIDTH   neighbours, moved by one access            ####............
-//     VECTOR = 1       LANES apart, so that a warp's accesses     #...#...#...#...
-//                      are neighbours where rows are not aligned
+//     VECTOR = WIDTH   contiguous, moved by one access                  ####............
+//     VECTOR = 1       LANES apart, if rows are not aligned, so that    #...#...#...#...
+//                      the accesses of a warp are contiguous
 //
-// Types of 16 bits are multiplied on tensor cores.  There four threads share their pixels: each loads four channels of
-// a slab of 16, has a fourth of the sums, and its vectors are operands as they lie, since pixels may be in any order
-// within a product and channels in any that the weight has too:
+// 16-bit types are multiplied on tensor cores.  There, four threads share the same pixels.  Each of them loads four
+// channels of a slab of 16 and owns a quarter of the sums.  Lanes exchange no data to form operand A, since pixels may
+// come in any order within a product, and channels in any order that the weight follows too:
 //
-//     of a warp        8 vectors of pixels         operand A: pixel 2 j of row r of the warp's vectors     (m = r)
+//     loads of a warp  8 vectors of pixels         operand A: pixel 2 j of row r of the warp's vectors     (m = r)
 //     channels 0-3     0 4  8 ...  (lanes)                    pixel 2 j + 1                                (m = r + 8)
-//     channels 4-7     1 5  9 ...                  operand B: the weight of channel 4 w + e at k = 2 w + e % 2 + 8 (e / 2)
+//     channels 4-7     1 5  9 ...                  operand B: weight of channel 4 w + e at k = 2 w + e % 2 + 8 (e / 2)
 //     channels 8-11    2 6 10 ...                  sums:      two outputs of each eight, all pixels of the thread
 //     channels 12-15   3 7 11 ...
 //
-// Blocks stay, as many as the GPU has room for, and go from pixels to pixels: what comes before the first load, the
-// weights on their way to shared memory and the barrier behind them, is done once.  The first channels are loaded before
-// that.  The weights of a tile lie in shared memory, [TILE][K] as in the array.  Blocks of one share of pixels follow
-// each other, tile by tile: all but one of them find the inputs in L2.
+// The blocks are persistent: at most as many are launched as fit on the GPU at once, and each loops over the pixels.
+// The copy of the weight to shared memory, and the barrier after it, are therefore executed once per block.  The loads
+// of the first channels are issued before them.  The weight of a tile is stored in shared memory as [TILE][K], as in
+// the array; on tensor cores, the channels of each slab are permuted as above.  Consecutive blocks process the same
+// pixels for different tiles, so all but one of them find the inputs in L2.
 //
-// Bound by memory while K * M / (K + M) <= 16.  Floor: (K + M) * N elements over the bandwidth.  Memory is kept busy by
-// BLOCKS * BLOCK * DEPTH * 16 bytes on their way to a multiprocessor: 48 KiB of float64 to 4 outputs, where 4.8 TB/s that
-// come 700 ns after they were asked for are 25 KB for each of 132.
+// Bound by memory while K * M / (K + M) <= 16.  Floor: (K + M) * N elements over the bandwidth.
+// BLOCKS * BLOCK * DEPTH * 16 bytes are in flight per multiprocessor: 48 KiB for float64 and 4 output channels.  A
+// bandwidth of 4.8 TB/s at a latency of 700 ns needs 25 KB in flight on each of 132 multiprocessors.
 //
-// -D: DTYPE (storage type), TILE (outputs of a block), VECTOR (elements that an access moves: 16 bytes of T, or 1),
-//     BLOCKS (that share a multiprocessor; planning launches as many),
-//     PROLOGUE (1: inputs are transformed, in registers, see prologue.cuh; once for each tile of outputs)
+// -D: DTYPE (storage type), TILE (output channels of a block), VECTOR (elements that an access moves: 16 bytes of T, or 1),
+//     BLOCKS (resident blocks per multiprocessor; planning launches at most as many),
+//     PROLOGUE (1: inputs are transformed in registers, once per tile of output channels, see prologue.cuh)
 #include "epilogue.cuh"
 #include "prologue.cuh"
 #include "tensor_core.cuh"
 
 namespace cupyconv {
 
-// One input: its pixels have unit stride.
+// One input.  Its pixels have unit stride.
 struct MergeSource {
     const void* data;
     long long stride_n, stride_c;
     int channels;  // at least 1
 };
 
-// As many as fit beside the rest in the 4 KiB that every driver accepts.
+// The most inputs that fit, with the other parameters, in the 4 KiB that every driver accepts.
 constexpr int MAX_MERGED = 120;
 
 struct MergeParams {
@@ -63,8 +65,8 @@ struct MergeParams {
     Epilogue epilogue;
     Prologue prologue;
     long long batch, pixels;
-    long long shares;         // of a sample's pixels, a thread's
-    int step_n, step_share;  // from one that a thread has to its next
+    long long shares;         // shares of one sample's pixels; a thread processes one share at a time
+    int step_n, step_share;  // from a thread's share to its next share
     int in_channels, out_channels;
 };
 
@@ -78,18 +80,18 @@ constexpr int BLOCK = 128;
 constexpr int WIDTH = 16 / sizeof(T);
 constexpr int DEPTH = 4;
 constexpr bool ON_TENSOR_CORES = sizeof(T) == 2;
-constexpr int LANES = ON_TENSOR_CORES ? 8 : WARP, SHARING = WARP / LANES;  // that have pixels of their own; that share them
-constexpr int SLAB = DEPTH * SHARING, OUTPUTS = TILE / SHARING;  // channels of a warp at a time; outputs of a thread
-constexpr int APART = VECTOR == 1 ? LANES : 1;                   // from one of a thread's pixels to the next
+constexpr int LANES = ON_TENSOR_CORES ? 8 : WARP, SHARING = WARP / LANES;  // pixel vectors per warp; threads per vector
+constexpr int SLAB = DEPTH * SHARING, OUTPUTS = TILE / SHARING;  // channels per load of a warp; outputs of a thread
+constexpr int APART = VECTOR == 1 ? LANES : 1;                   // distance between two pixels of a thread
 constexpr int SHARED = 16 / sizeof(A);                           // weights per shared-memory access
-constexpr int GAP = ON_TENSOR_CORES ? 8 : 0;                     // between rows of weights: ldmatrix without conflicts
+constexpr int GAP = ON_TENSOR_CORES ? 8 : 0;                     // between rows of weights: no ldmatrix bank conflicts
 
 using Slab = Vector<T, WIDTH>[DEPTH];
 using Sums = A[OUTPUTS][WIDTH];
 
-// The pixels of all samples, in shares of a thread, and those that a thread goes through.
+// A thread's walk over the pixels of all samples, which are divided into shares.
 struct PixelWalk {
-    long long n, share;  // of the sample
+    long long n, share;  // sample, and share within the sample
 
     __device__ __forceinline__ PixelWalk(const MergeParams& params, int block) {
         const long long first = block * (long long)(BLOCK / SHARING) + threadIdx.x / SHARING;
@@ -103,12 +105,13 @@ struct PixelWalk {
 
     __device__ __forceinline__ bool exists(const MergeParams& params) const { return n < params.batch; }
 
-    // Whether any thread of the warp has pixels: it multiplies as a whole on tensor cores.
+    // Whether the loop continues.  On tensor cores, where a warp multiplies as a whole, it continues while any thread
+    // has pixels.
     __device__ __forceinline__ bool goes_on(const MergeParams& params) const {
         return ON_TENSOR_CORES ? __any_sync(~0u, exists(params)) : exists(params);
     }
 
-    // The first of the thread's pixels, and how many of them there are.
+    // The first pixel of the thread's share, and the number of pixels in it.
     __device__ __forceinline__ long long pixel() const {
         return VECTOR == 1 ? share / LANES * (LANES * WIDTH) + share % LANES : share * WIDTH;
     }
@@ -129,14 +132,14 @@ __device__ __forceinline__ Vector<T, WIDTH> load_pixels(const T* from, int count
     }
 }
 
-// The channels of one thread's pixels, in the order of the concatenation.
+// A thread's walk over the channels of its pixels, in the order of the concatenation.
 struct ChannelWalk {
-    const MergeSource* ahead;  // the input after the one that the walk is in
+    const MergeSource* ahead;  // the input after the current one
     const T* next;
     long long stride;
-    int left;  // channels of this input
+    int left;  // remaining channels of the current input
 
-    // On by `distance` channels, to one that exists.
+    // Skip `distance` channels.  The channel after them must exist.
     __device__ __forceinline__ void skip(int distance, long long n, long long p) {
         while (distance >= left) {
             distance -= left;
@@ -156,7 +159,8 @@ struct ChannelWalk {
         return load_pixels(from, count);
     }
 
-    // Channels c ..., which lie `distance` on from here; zeros beyond the last and where there are no pixels.
+    // Load DEPTH channels from channel c on, which is `distance` channels ahead.  Channels past the last one, and
+    // pixels that do not exist, are loaded as zeros.
     __device__ __forceinline__ void load(
         Slab& x, int c, int distance, const PixelWalk& at, const MergeParams& params) {
         const int channels = at.exists(params) ? params.in_channels : 0;
@@ -176,7 +180,8 @@ struct ChannelWalk {
     }
 };
 
-// What a block has in shared memory, in this order: one bias per output, the weights, a prologue's factors of each channel.
+// The contents of a block's shared memory, in this order: one bias per output channel, the weight, and, with a
+// prologue, the factors of each channel.
 struct Resident {
     A* bias;
     T* weight;
@@ -187,7 +192,7 @@ struct Resident {
         : bias(shared), weight(reinterpret_cast<T*>(shared + TILE)),
           factors(reinterpret_cast<Factors<A>*>(weight + TILE * (depth + GAP))), pitch(depth + GAP) {}
 
-    // Zeros weigh channels beyond the last.
+    // Channels past the last one have weight 0.
     __device__ __forceinline__ void load(const MergeParams& params, int o_first, int depth) const {
 #pragma unroll 1
         for (int j = warp_index(); j < TILE; j += BLOCK / WARP) {
@@ -204,7 +209,7 @@ struct Resident {
             for (int c = threadIdx.x; c < params.in_channels; c += BLOCK) factors[c] = factors_of<A>(params.prologue, c);
     }
 
-    // sum += weight * x, of channels k ..., of which this thread has x from channel c on.
+    // sum += weight * x for the channels from k on.  This thread holds x for the channels from c on.
     __device__ __forceinline__ void multiply(Sums& sum, Slab& x, int k, int c, const MergeParams& params) const {
         if constexpr (ON_TENSOR_CORES) {
             if constexpr (PROLOGUE) transform_slab(x, c, params);
@@ -216,7 +221,7 @@ struct Resident {
 
   private:
     __device__ __forceinline__ void multiply_vectors(Sums& sum, const Slab& x, int k, const MergeParams& params) const {
-        const int apart = opaque(pitch);  // else every row's address is kept in a register
+        const int apart = opaque(pitch);  // otherwise the address of every row occupies a register
 #pragma unroll
         for (int d = 0; d < DEPTH; d += SHARED) {
             A value[SHARED][WIDTH];
@@ -249,7 +254,7 @@ struct Resident {
             for (int j = 0; j < WIDTH; j += 2) {
                 unsigned a[4];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {  // of k
+                for (int half = 0; half < 2; ++half) {  // halves of k
                     const unsigned even = word_of(x[2 * half].lane, j / 2), odd = word_of(x[2 * half + 1].lane, j / 2);
                     a[2 * half] = (even & 0xffff) | odd << 16;
                     a[2 * half + 1] = even >> 16 | (odd & 0xffff0000);
@@ -279,12 +284,12 @@ struct Resident {
     }
 };
 
-// The j-th of a thread's outputs, in its tile.
+// The index, within the tile, of the thread's j-th output channel.
 __device__ __forceinline__ int output_of(int j) {
     return ON_TENSOR_CORES ? j / 2 * 8 + lane_index() % SHARING * 2 + j % 2 : j;
 }
 
-// Finish a thread's sums and write them.
+// Add the residual to a thread's sums, apply the activation and write the results.
 __device__ __forceinline__ void finish(Sums& sum, const MergeParams& params, const PixelWalk& at, int o_first) {
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
@@ -318,8 +323,8 @@ __device__ __forceinline__ void finish(Sums& sum, const MergeParams& params, con
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_constant__ MergeParams params) {
     const int tiles = (params.out_channels + TILE - 1) / TILE, o_first = blockIdx.x % tiles * TILE;
-    const int depth = (params.in_channels + SLAB - 1) / SLAB * SLAB;  // K; channels beyond the last weigh 0
-    const int first = threadIdx.x % SHARING * DEPTH;                  // of a slab's channels, those of this thread
+    const int depth = (params.in_channels + SLAB - 1) / SLAB * SLAB;  // K, padded to whole slabs; padding has weight 0
+    const int first = threadIdx.x % SHARING * DEPTH;                  // this thread's first channel in a slab
 
     PixelWalk at(params, blockIdx.x / tiles);
     ChannelWalk channels{params.sources};

@@ -1,7 +1,7 @@
-// Numbers: storage types, the types sums are kept in, and complex arithmetic; and a thread's warp.
+// Storage types, accumulator types, complex arithmetic, vectors of elements, and a thread's position in its warp.
 //
-// T is what lies in memory; Accumulator<T> is what is computed with.  A 16-bit type is widened to
-// float on load and rounded once on store; every other type computes in itself.
+// T is the type of elements in memory, and Accumulator<T> is the type of the arithmetic on them.  A 16-bit type is
+// widened to float on load and rounded once on store.  Every other type is its own accumulator.
 #pragma once
 #include "portable.cuh"
 
@@ -11,8 +11,8 @@ constexpr int WARP = 32;
 __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x % WARP; }
 
-// The number itself, which the compiler no longer knows the origin of.  What is worked out from it within a loop is not
-// worked out before the loop and kept in registers; what is kept is not worked out again from where it came.
+// Return `value`, but hide its origin from the compiler.  The compiler can then neither hoist expressions of it out of
+// a loop, which would occupy registers, nor recompute it instead of storing it.
 __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -23,7 +23,7 @@ using bfloat16 = __nv_bfloat16;
 using float32 = float;
 using float64 = double;
 
-// Elements that are only moved, by size.
+// Types of elements that are only copied, by size.
 using bits16 = unsigned short;
 using bits32 = unsigned;
 using bits64 = unsigned long long;
@@ -53,10 +53,10 @@ template <class T> __device__ __forceinline__ T widen(T value) { return value; }
 __device__ __forceinline__ float widen(float16 value) { return __half2float(value); }
 __device__ __forceinline__ float widen(bfloat16 value) { return __bfloat162float(value); }
 
-// To the nearest, ties to even: as the 16-bit types are constructed.
+// Rounds to nearest, ties to even, as the constructors of the 16-bit types do.
 template <class T> __device__ __forceinline__ T narrow(Accumulator<T> value) { return T(value); }
 
-// sum += a * b, where either factor may be real beside a complex sum.
+// sum += a * b.  Either factor may be real if the sum is complex.
 template <class R> __device__ __forceinline__ void add_product(R& sum, R a, R b) { sum += a * b; }
 template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, Complex<R> a, R b) {
     sum.re += a.re * b;
@@ -80,13 +80,13 @@ template <class R> __device__ __forceinline__ bool is_finite(Complex<R> value) {
     return isfinite(value.re) && isfinite(value.im);
 }
 
-// COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
+// COUNT contiguous elements.  One instruction moves them if they fill 4, 8 or 16 aligned bytes.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
     T lane[COUNT];
 };
 
-// The i-th 32-bit word of values in memory order.
+// The i-th 32-bit word of an array of values.
 template <class T> __device__ __forceinline__ unsigned word_of(const T* values, int i) {
     if constexpr (sizeof(T) == 2) {
         unsigned short low, high;
@@ -104,7 +104,8 @@ template <int COUNT, class T> __device__ __forceinline__ Vector<T, COUNT> load_v
     return *reinterpret_cast<const Vector<T, COUNT>*>(from);
 }
 
-// COUNT elements `step` apart; where they are contiguous and aligned (`vectorized`), by accesses of up to 16 bytes.
+// Load COUNT elements that are `step` apart.  If they are contiguous and aligned (`vectorized`), each access moves up
+// to 16 bytes.
 template <int COUNT, class T>
 __device__ __forceinline__ Vector<T, COUNT> gather_vector(const T* from, long long step, bool vectorized) {
     constexpr int PIECE = COUNT * sizeof(T) > 16 ? 16 / sizeof(T) : COUNT;
@@ -123,8 +124,8 @@ __device__ __forceinline__ Vector<T, COUNT> gather_vector(const T* from, long lo
     return vector;
 }
 
-// Sums, to be added up in the type of the last argument, which only names it: complex ones may lie in two planes, real
-// parts `imaginary` elements before the imaginary ones.
+// Load COUNT sums in the type of the last argument, whose value is ignored.  Complex sums may be stored in two planes:
+// the imaginary parts are `imaginary` elements after the real parts.
 template <int COUNT, class S, class A>
 __device__ __forceinline__ Vector<A, COUNT> load_sums(const S* at, long long step, bool vectorized, long long, A) {
     const Vector<S, COUNT> from = gather_vector<COUNT>(at, step, vectorized);
@@ -145,7 +146,7 @@ __device__ __forceinline__ Vector<Complex<R>, COUNT> load_sums(
 }
 
 template <int COUNT, class T> __device__ __forceinline__ void store_vector(T* to, const Vector<T, COUNT>& vector) {
-    if constexpr (sizeof(vector) == 16) {  // said outright: compilers split a plain store of many members
+    if constexpr (sizeof(vector) == 16) {  // explicit, since compilers split a plain store of many members
         unsigned word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) word[i] = word_of(vector.lane, i);

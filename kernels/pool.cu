@@ -1,14 +1,14 @@
-// One number of every window: its largest element, that and where it lies, or the mean.
+// Pooling: the largest element of every window, optionally with its position, or the mean.
 //
-//     y[n, c, p] = max over taps t of x[n, c, window(p, t)]        padding takes no part; NaN is larger than all
+//     y[n, c, p] = max over taps t of x[n, c, window(p, t)]        padding is ignored; NaN is larger than any number
 //     y[n, c, p] = sum over taps t of x[n, c, window(p, t)] / taps that count
 //
 //     no M, no N: one thread per pixel p, for CHANNELS channels      K = t (taps)
 //
-//     x [n, c]   . 1 3 .      y    5       where a window lies is worked out once for all channels of a thread,
-//                . 5 2 .                   and their loads do not wait for each other
+//     x [n, c]   . 1 3 .      y    5       the position of a window is computed once for all channels of a
+//                . 5 2 .                   thread, and the loads of its channels are independent
 //
-// Neighbouring threads take what lies side by side: pixels (`lanes` is 1), or channels of a channels-last image:
+// Adjacent threads process adjacent elements: pixels (`lanes` is 1), or channels of a channels-last image:
 //
 //     thread     0          1          ...  lanes - 1      | lanes          ...
 //     pixel      p          p               p              | p + 1
@@ -16,7 +16,7 @@
 //
 // Bound by memory.  Floor: x, y and the indices once over the bandwidth.
 //
-// -D: DTYPE (storage type), CHANNELS (of a thread), NUMBER (LARGEST, LARGEST_AND_PLACE or MEAN)
+// -D: DTYPE (storage type), CHANNELS (per thread), NUMBER (LARGEST, LARGEST_AND_PLACE or MEAN)
 #include "compare.cuh"
 #include "counted.cuh"
 #include "image.cuh"
@@ -29,10 +29,10 @@ struct PoolParams {
     Image x;
     Windows windows;
     Image out;
-    Image indices;  // of LARGEST_AND_PLACE: 64-bit
-    Counted counted;  // of MEAN
+    Image indices;  // for LARGEST_AND_PLACE; 64-bit
+    Counted counted;  // for MEAN
     long long batch;
-    double nothing;  // the number of no elements: -infinity, or of a sum 0
+    double nothing;  // the result for no elements: -infinity, or 0 for a sum
     int channels, lanes;
 };
 
@@ -41,7 +41,7 @@ struct PoolParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-using A = Accumulator<T>;  // a 16-bit number is the same number there, and comes back as it was
+using A = Accumulator<T>;  // exact: a 16-bit number that is widened and narrowed is unchanged
 constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pool(const __grid_constant__ PoolParams params) {
@@ -62,14 +62,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pool(const __grid_consta
             const Pixel pixel = pixel_at(lane.n, windows.out);
             const T* const x_nc = static_cast<const T*>(x.data) + share.n * x.stride_n + c * x.stride_c;
             A number[CHANNELS];
-            long long place[CHANNELS];  // in the image, which no thread without LARGEST_AND_PLACE keeps
+            long long place[CHANNELS];  // index in the image; occupies no registers without LARGEST_AND_PLACE
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) {
                 number[i] = A(params.nothing);
                 place[i] = -1;
             }
 
-            // The loops are not unrolled: the loads of several channels are enough at once, and registers are few.
+            // The loops are not unrolled: the loads of several channels are enough in flight, and registers are scarce.
             long long start[3];
 #pragma unroll
             for (int a = 0; a < 3; ++a) start[a] = pixel.at[a] * windows.stride[a] - windows.before[a];

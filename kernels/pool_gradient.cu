@@ -1,23 +1,23 @@
-// The gradient of pool.cu: each element adds up the gradients of the windows that it is the largest of, or its share of
-// those of all windows over it.
+// The gradient of pool.cu.  For a maximum, each element adds the gradients of the windows whose maximum it is.  For a
+// mean, it adds its shares of the gradients of all windows that read it.
 //
-//     dx[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
-//         LARGEST   of grad[n, c, p]  where x[n, c, i] == y[n, c, p] and no tap before t is equal
-//         MEAN      of grad[n, c, p] / taps that count
+//     dx[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i  of
+//         LARGEST   grad[n, c, p]  if x[n, c, i] == y[n, c, p] and no tap before t is equal
+//         MEAN      grad[n, c, p] / taps that count
 //
 //     no M, no N: one thread per element i, for CHANNELS channels       K = t (taps)
 //
 //     y       ----5-----7----
-//                  \   /            a gather: each sum has one owner, so there are no atomics, no stored indices,
-//     x              5              and the order of adding is always the same
+//                  \   /            a gather: one thread owns each sum, so there are no atomics and no stored
+//     x              5              indices, and the order of additions is fixed
 //
-// Which tap won is found again: few elements equal their window's maximum, and only those look at the taps before
-// them.  NaN counts as largest, and as equal to NaN.  Neighbouring threads take what lies side by side, as in
-// pool.cu.
+// The tap of the maximum is searched again.  Few elements equal the maximum of their window, and only for these does
+// the thread read the taps before them.  NaN counts as the largest, and as equal to NaN.  Adjacent threads process
+// adjacent elements, as in pool.cu.
 //
-// Bound by memory.  Floor: what is read, and dx, once over the bandwidth.
+// Bound by memory.  Floor: the arrays that are read, and dx, once over the bandwidth.
 //
-// -D: DTYPE (storage type), CHANNELS (of a thread), NUMBER (LARGEST or MEAN)
+// -D: DTYPE (storage type), CHANNELS (per thread), NUMBER (LARGEST or MEAN)
 #include "compare.cuh"
 #include "counted.cuh"
 #include "image.cuh"
@@ -27,11 +27,11 @@ namespace cupyconv {
 enum Number { LARGEST, MEAN };
 
 struct PoolGradientParams {
-    Image x, y;  // of LARGEST
+    Image x, y;  // for LARGEST
     Image grad;
     Windows windows;
     Image out;
-    Counted counted;  // of MEAN
+    Counted counted;  // for MEAN
     long long batch;
     int channels, lanes;
 };
@@ -42,12 +42,12 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-// Two blocks per multiprocessor at the least: left to itself the compiler spills a little to have three.
+// Two blocks per multiprocessor as a minimum.  By its own choice, the compiler spills some registers to fit three.
 constexpr int MAX_BLOCK = 256, MIN_BLOCKS = 2;
 
 __device__ __forceinline__ bool same(A a, A b) { return is_equal(a, b) || (isnan(a) && isnan(b)); }
 
-// Whether the window at p lies over the element that is `end` elements after the beginning of window 0.
+// Whether window p reaches the element that is `end` elements after the start of window 0, along axis a.
 __device__ __forceinline__ bool is_over(const Windows& windows, int a, long long p, long long end) {
     return p >= 0 && end - p * windows.stride[a] <= (windows.kernel[a] - 1LL) * windows.dilation[a];
 }
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
                 value[i] = NUMBER == LARGEST && i < channels ? widen(x_nc[i * x_step + offset_of(in.at, x.stride)]) : A(0);
             }
 
-            // Along each axis from the last window over the element to the first, so that taps rise.
+            // Along each axis, from the last window that may read the element to the first, so that taps increase.
             long long end[3], last[3];
 #pragma unroll
             for (int a = 0; a < 3; ++a) {

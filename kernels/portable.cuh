@@ -1,8 +1,8 @@
-// What differs between a GPU compiler and a host compiler, and nothing else.
+// Everything that differs between a GPU compiler and a host compiler.
 //
-// The kernels are compiled by NVRTC for GPUs and, in the tests, by a host C++ compiler against
-// cuda_on_host.h, which defines __global__, threadIdx, __syncthreads and the rest as ordinary C++.
-// Shared memory, and an instruction named outright, are what no macro of CUDA's own can give a host compiler.
+// NVRTC compiles the kernels for GPUs.  In the tests, a host C++ compiler compiles them against cuda_on_host.h, which
+// defines __global__, threadIdx, __syncthreads and so on as ordinary C++.  For shared memory and explicit PTX
+// instructions, it is not enough to define CUDA's own names.  They have macros and functions of their own.
 #pragma once
 
 #ifdef CUPYCONV_HOST
@@ -22,14 +22,14 @@ inline float select_by_sign(float by, float a, float b) { return by >= 0.0f ? a 
     extern __shared__ __align__(16) unsigned char name##_dynamic_shared_[];  \
     T* const name = reinterpret_cast<T*>(name##_dynamic_shared_)
 
-// a * b in 64 bits, by one instruction; left to itself the compiler may widen both and multiply 64 bits by 64.
+// a * b as a 64-bit product, by one instruction.  Otherwise the compiler may widen both and multiply 64 by 64 bits.
 __device__ __forceinline__ long long wide_product(int a, int b) {
     long long product;
     asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
     return product;
 }
 
-// `a` where `by` is 0 or more, else `b`, of NaN too; both are computed, where the compiler might branch.
+// `a` if `by` is 0 or more, else `b`, also if `by` is NaN.  Both are computed; the compiler might branch instead.
 __device__ __forceinline__ float select_by_sign(float by, float a, float b) {
     float chosen;
     asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(a), "f"(b), "f"(by));

@@ -1,8 +1,8 @@
-// What happens to an element of the inputs as it is loaded:  f(scale[c] * x + shift[c]), c counts merged channels.
+// The prologue of an input element, applied on load:  f(scale[c] * x + shift[c]), c counts the channels of all inputs.
 //
-// Computed in the accumulator's type; where a kernel keeps elements in their own, rounded to that once.  Padding is
-// zeros that are not transformed: kernels ask for this after they know that an element is there.  A variant of its
-// own, PROLOGUE = 1: without a prologue no load pays for one.
+// The arithmetic is in the accumulator type.  A kernel that stores elements in their own type rounds the result to it
+// once.  Padding is zeros that are not transformed: a kernel applies the prologue only to elements that exist.  A
+// prologue has a kernel variant of its own, PROLOGUE = 1, so that loads without a prologue have no overhead.
 #pragma once
 #include "activation.cuh"
 
@@ -13,8 +13,8 @@
 namespace cupyconv {
 
 struct Prologue {
-    const void *scale, *shift;         // in the accumulator's type of what is loaded; or null
-    long long scale_step, shift_step;  // elements from one channel's to the next
+    const void *scale, *shift;         // in the accumulator type of the inputs; null if absent
+    long long scale_step, shift_step;  // elements between the values of two channels
     double alpha, beta;
     int activation;
 };
@@ -30,7 +30,7 @@ template <class A> __device__ __forceinline__ Factors<A> factors_of(const Prolog
             prologue.shift ? static_cast<const A*>(prologue.shift)[c * prologue.shift_step] : A(0)};
 }
 
-// Elements of one channel, in place.
+// Transform elements of one channel in place.
 template <class A, int COUNT>
 __device__ __forceinline__ void transform(A (&x)[COUNT], const Factors<A>& by, const Prologue& prologue) {
     using R = RealPart<A>;

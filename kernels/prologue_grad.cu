@@ -1,16 +1,16 @@
-// Back through a prologue: the derivative where an element was transformed, and two sums of each channel, in one pass.
+// Gradient of a prologue: the product with its derivative, and two sums of each channel, in one pass.
 //
 //     du[n, c, p] = grad[n, c, p] * f'(scale[c] * x[n, c, p] + shift[c])
 //     out[n, c, p] = du[n, c, p] * conj(scale[c])
-//     partial[i, 2 c] = sum over the (n, p) of part i of  du[n, c, p] * conj(x[n, c, p])       of scale's gradient
-//     partial[i, 2 c + 1] = sum over the (n, p) of part i of  du[n, c, p]                      of shift's
+//     partial[i, 2 c] = sum over the (n, p) of part i of  du[n, c, p] * conj(x[n, c, p])       gradient of scale
+//     partial[i, 2 c + 1] = sum over the (n, p) of part i of  du[n, c, p]                      gradient of shift
 //
-//     no M, no K: elementwise.     N = p (WIDTH neighbouring pixels per thread) or c (channels-last, lanes = 32)
+//     no M, no K: elementwise.     N = p (WIDTH contiguous pixels per thread) or c (channels-last, lanes = 32)
 //
 //     grad, x, out   c | part 0 ....####.... | part 1 ............ |     a block is a part of some channels
 //
-// How a block shares them and adds: channel_sums.cuh.  The transformed element is worked out anew: nothing of it was
-// kept.
+// channel_sums.cuh explains how blocks divide the pixels and reduce the sums.  The transformed element is recomputed,
+// since nothing stores it.
 //
 // Bound by memory.  Floor: grad, x and out once over the bandwidth.
 //
@@ -21,15 +21,15 @@
 namespace cupyconv {
 
 struct PrologueGradParams {
-    Image grad, x, out;  // data of out may be null
+    Image grad, x, out;  // the data of out may be null
     Prologue prologue;
     void* partial;      // [part, channel, 2] in the accumulator's type, or null
-    long long size[3];  // axes collapsed where all images allow it
+    long long size[3];  // axes are collapsed if all images allow it
     long long batch, pixels;
     int channels, lanes;  // lanes: threads of a block along the channels
 };
 
-// What `back_through` asks for: the result where that tells the derivative.
+// The argument of `back_through`: the result of f if the derivative can be computed from it, else u.
 template <class R> __device__ __forceinline__ R known_from(R u, int code) {
     return code == SIGMOID ? sigmoid(u) : code == TANH ? tanh(u) : u;
 }
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
     const __grid_constant__ PrologueGradParams params) {
     using A = Accumulator<T>;
     using R = RealPart<A>;
-    SHARED_ARRAY(A, shared, MAX_BLOCK * 2);  // [of scale, of shift][thread]
+    SHARED_ARRAY(A, shared, MAX_BLOCK * 2);  // [scale, shift][thread]
     const ChannelThread thread(params.lanes);
     const Prologue& prologue = params.prologue;
     const R alpha = R(prologue.alpha), beta = R(prologue.beta);

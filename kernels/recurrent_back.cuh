@@ -1,16 +1,17 @@
-// The cells of recurrent layers, backwards: from the gradient of one unit's state, dh, to those of its gates.
+// Backward pass of recurrent cells: from the gradient of one unit's state, dh, to the gradients of its gates.
 //
 //     rnn     da = dh f'
 //     lstm    da_o = dh act(c) f'      dc += dh o act'(c) + da_o p_o
-//             da_i = dc g f'           da_f = dc c_before f'             da_g = dc i g'     dc of before = dc f + ...
-//     gru     da_n = dh (1 - z) g'     da_z = dh (h_before - n) f'       dh of before = dh z + ...
+//             da_i = dc g f'           da_f = dc c_before f'             da_g = dc i g'     previous dc = dc f + ...
+//     gru     da_n = dh (1 - z) g'     da_z = dh (h_before - n) f'       previous dh = dh z + ...
 //             linear before reset:     da_r = da_n q f'                  dq = da_n r           (q = R h + b)
-//             else, behind a product:  drh = da_n R     da_r = drh h_before f'     dh of before += drh r
+//             else, after a product:   drh = da_n R     da_r = drh h_before f'     previous dh += drh r
 //
-// Steps beyond a sample's length leave its state's gradient as it is, and zeros for their gates, whatever was kept.
+// A step past a sample's length leaves the gradient of the sample's state unchanged.  The gradients of its gates are
+// zeros, whatever the forward pass stored.
 //
-// -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
-//     CELL (RNN, LSTM or GRU)
+// -D: DTYPE (type of arguments and of y; stored gates and cells, and all gradients that are computed here, have the
+//     accumulator type), CELL (RNN, LSTM or GRU)
 #pragma once
 #include "recurrent_cell.cuh"
 
@@ -19,31 +20,32 @@ namespace cupyconv {
 enum Cell { RNN, LSTM, GRU };
 
 struct RecurrentGradientParams {
-    const void *gates, *beside;  // kept of the forward pass: (D, T, N, gates' rows); c of an lstm, q or r * h of a gru
-    const void *weight_hh, *y, *h0, *c0, *peephole;  // T, C-ordered; the last three may be null
-    const void* lengths;                             // int32 or int64, or null: all are `steps`
+    // Stored by the forward pass: gates (D, T, N, gates' rows); beside is c of an LSTM, q or r * h of a GRU.
+    const void *gates, *beside;
+    const void *weight_hh, *y, *h0, *c0, *peephole;  // type T, C-contiguous; the last three may be null
+    const void* lengths;                             // int32 or int64; null if all are `steps`
     long long lengths_stride;
-    const void* grad_y;  // T, or null
+    const void* grad_y;  // type T, or null
     long long grad_y_t, grad_y_n, grad_y_u;
-    const void *begin_h, *begin_c;  // where the states' gradients come from at the first step of a run; null: zeros
+    const void *begin_h, *begin_c;  // gradients of the states at the first step of a run; null: zeros
     void *carried_h, *carried_c;
-    void *dgates, *dcandidate, *previous, *reset;  // of the steps of a run; reset: r * h_before
+    void *dgates, *dcandidate, *previous, *reset;  // of the steps of a run; `reset` is r * h_before
     void* sums;                                    // (tile of samples, direction, row, unit)
-    GateActivation activation[6];  // of each direction three: f, g, act
-    int default_gates;             // these are sigmoid and tanh, as they are by default, and there is no clip
-    double clip;  // or infinity
-    long long first[2];  // time of the run's first step, by direction
+    GateActivation activation[6];  // three per direction: f, g, act
+    int default_gates;             // 1: these are the defaults, sigmoid and tanh, and there is no clip
+    double clip;  // infinity if absent
+    long long first[2];  // earliest time of the run, per direction
     long long steps, batch, count;
     int hidden, directions;
-    int sign[2];          // of each direction: 1 forward, -1 reverse
-    int first_direction;  // of the launch, at blockIdx.y = 0
+    int sign[2];          // per direction: 1 forward, -1 reverse
+    int first_direction;  // the first direction of the launch
     int is_reset;         // the launch is a RESET
     int input_forget, reset_first, wide_lengths;
-    int begins;           // no run comes before in these directions: sums over samples begin with this one
-    int sum_rows;         // of `sums`
-    int steps_done;       // of the run
-    unsigned* counters;   // of a launch that does what all of a run do: its blocks wait for each other
-    void* parts;          // and of the state's gradient, they leave parts for each other
+    int begins;           // 1: first run of these directions, whose sums over samples begin at 0
+    int sum_rows;         // rows of `sums`
+    int steps_done;       // steps of the run that are done
+    unsigned* counters;   // for the persistent kernel, whose blocks wait for each other
+    void* parts;          // parts of the state's gradient that these blocks exchange
 };
 
 // f(a) and f'(a).
@@ -51,14 +53,15 @@ template <class A> struct Activated {
     A value, slope;
 };
 
-// The activations of a cell, by what they are applied to: all gates but the candidate, the candidate, an lstm's c.
+// The activations of a cell, by their arguments: `gate` for all gates but the candidate, `candidate`, `output` for c of
+// an LSTM, and `only` for the one gate of an RNN.
 struct DefaultSlopes {
     template <class A> __device__ __forceinline__ Activated<A> gate(A a) const {
         const A y = gate_sigmoid(a);
         return {y, y * (A(1) - y)};
     }
     template <class A> __device__ __forceinline__ Activated<A> candidate(A a) const { return output(a); }
-    template <class A> __device__ __forceinline__ Activated<A> only(A a) const { return output(a); }  // an rnn's
+    template <class A> __device__ __forceinline__ Activated<A> only(A a) const { return output(a); }
     template <class A> __device__ __forceinline__ Activated<A> output(A a) const {
         const A y = gate_tanh(a);
         return {y, A(1) - y * y};
@@ -78,15 +81,15 @@ struct GivenSlopes {
     }
 
   private:
-    // Called, since a copy of each at every gate would be long.
+    // Not inlined, since a copy for every gate would be long.
     template <class A> static __device__ __noinline__ Activated<A> activated(A a, int code, A alpha, A beta) {
         const A value = gate_activation(a, code, alpha, beta);
-        // The rule of derivative_from_result in cupyconv/problem/activations.py.
+        // The same rule as derivative_from_result in cupyconv/problem/activations.py.
         const bool tells = code == RELU || code == SIGMOID || code == TANH || (code == LEAKY_RELU && alpha > A(0));
         return {value, gate_derivative(tells ? value : a, code, alpha, beta)};
     }
 
-    // Where `a` was clipped, f' is 0.
+    // If `a` was clipped, f' is 0.
     template <class A> __device__ __forceinline__ Activated<A> bounded(A a, int which) const {
         const GateActivation& activation = params.activation[3 * d + which];
         Activated<A> found = activated(a, activation.code, A(activation.alpha), A(activation.beta));
@@ -102,7 +105,7 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
-constexpr int MOST_ROWS = CELL == LSTM ? 7 : CELL == GRU ? 4 : 1;  // of sums
+constexpr int MOST_ROWS = CELL == LSTM ? 7 : CELL == GRU ? 4 : 1;  // rows of `sums`, at most
 
 __device__ __forceinline__ const A* read(const void* array, long long at) { return static_cast<const A*>(array) + at; }
 __device__ __forceinline__ const T* stored(const void* array, long long at) {
@@ -110,16 +113,17 @@ __device__ __forceinline__ const T* stored(const void* array, long long at) {
 }
 __device__ __forceinline__ A* write(void* array, long long at) { return static_cast<A*>(array) + at; }
 
-// One unit of one sample at a step, and where it lies.
+// One unit of one sample at one step, and the offsets of its data.
 struct Place {
     const RecurrentGradientParams& p;
     int d, j;
     long long n, t, length;
     long long state;   // in (D, N, H)
-    long long kept;    // (D, T, N), of the step
-    long long in_run;  // (direction of the launch, step of the run, N)
+    long long kept;    // in (D, T, N)
+    long long in_run;  // in (direction of the launch, step of the run, N)
 
-    // The `slot`-th direction of the launch, and a step of the run; `inside` is whether there are such a unit and sample.
+    // `slot`: direction within the launch; `step`: step within the run; `inside`: whether the unit and the sample
+    // exist.
     __device__ __forceinline__ Place(
         const RecurrentGradientParams& p, int slot, int j, long long n, long long step, bool inside)
         : p(p), d(p.first_direction + slot), j(j), n(n), t(p.first[d] + step),
@@ -129,7 +133,7 @@ struct Place {
 
     __device__ __forceinline__ bool reached() const { return t < length; }
     __device__ __forceinline__ long long earlier() const { return p.sign[d] > 0 ? t - 1 : t + 1; }
-    // Whether the step was the sample's first.
+    // Whether the forward pass began the sample with this step.
     __device__ __forceinline__ bool starts() const { return p.sign[d] > 0 ? t == 0 : t + 1 == length; }
     __device__ __forceinline__ A h_before() const {
         if (starts()) return p.h0 ? widen(*stored(p.h0, state)) : A(0);
@@ -153,9 +157,9 @@ struct Place {
     __device__ __forceinline__ A* of_run(void* array) const { return write(array, in_run * p.hidden + j); }
 };
 
-// What a step needs beside the state's gradient, loaded before the product is waited for.
+// The data that a step needs in addition to the product.  A thread loads them before it waits for the product.
 struct Kept {
-    A dh, dc;  // what has come through the steps done, the product aside
+    A dh, dc;  // from the steps that are done, without the product
     A gate[GATES], beside, h_before, c_before, grad_y;
 
     __device__ __forceinline__ void load_state(const Place& at, int steps_done) {
@@ -174,7 +178,7 @@ struct Kept {
     }
 };
 
-// The gates' gradients from that of the state, dh; what goes on to the state before is returned, the product aside.
+// Compute the gates' gradients from the state's, dh.  Returns the previous state's gradient without the product's part.
 template <class F>
 __device__ __forceinline__ A back_through_rnn(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
     sums[0] = *at.dgate(0) = dh * f.only(kept.gate[0]).slope;
@@ -229,8 +233,9 @@ __device__ __forceinline__ A back_through_gru(const Place& at, const Kept& kept,
     return dh * z.value;
 }
 
-// Of a gru that resets before the product, from the gradient of r * h_before, which is a product with da_n; what more goes on
-// to the state before is returned.  `gate` and `h_before` are those that were kept.
+// For a GRU that resets before the product: compute the gradient of r from `product`, the gradient of r * h_before,
+// which is a product with da_n.  Returns a further part of the previous state's gradient.  `gate` and `h_before` are
+// the stored values.
 template <class F>
 __device__ __forceinline__ A back_through_reset(
     const Place& at, F f, A gate, A h_before, A product, A (&sums)[MOST_ROWS]) {
@@ -239,7 +244,7 @@ __device__ __forceinline__ A back_through_reset(
     return product * r.value;
 }
 
-// The gates of a step that the sample has; what goes on to the state before is returned, the product aside.
+// Compute the gates' gradients of a step within the sample's length.  Returns the same as the functions above.
 template <class F>
 __device__ __forceinline__ A back_through_step(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
     dh += kept.grad_y;
@@ -249,7 +254,7 @@ __device__ __forceinline__ A back_through_step(const Place& at, const Kept& kept
     if constexpr (CELL == GRU) return back_through_gru(at, kept, f, dh, sums);
 }
 
-// The gates of a step that the sample does not have: zeros.
+// Write zeros as the gates' gradients of a step past the sample's length.
 __device__ __forceinline__ void skip_step(const Place& at) {
     const RecurrentGradientParams& p = at.p;
     for (int gate = 0; gate < GATES; ++gate) *at.dgate(gate) = A(0);

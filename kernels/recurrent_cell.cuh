@@ -1,23 +1,23 @@
-// The cells of recurrent layers: from the sums of one hidden unit's gates to its new state.
+// Recurrent cells: from the sums of one hidden unit's gates to its new state.
 //
 //     s = R h, a row of the weight per gate          x = W x_t, already in `gates`          b = b_ih + b_hh
 //
 //     RNN    h' = f(a)                a = x + b + s
 //     LSTM   c' = f(a_f) c + f(a_i) g(a_g)           a = x + b + s, + p c in i and f, + p c' in o
-//            h' = f(a_o) act(c')                     input_forget: 1 - f(a_i) for f(a_f)
+//            h' = f(a_o) act(c')                     input_forget: 1 - f(a_i) replaces f(a_f)
 //     GRU    h' = (1 - f(a_z)) g(a_n) + f(a_z) h     a_n = x + b_ih + f(a_r) q,  q = s + b_hh
-//     or, reset before the product, in two parts:
-//            q = f(a_r) h                            2 gates
-//            h' as above, a_n = x + b + R q          the third
+//     or, if the reset precedes the product, in two parts:
+//            q = f(a_r) h                            for 2 gates
+//            h' as above, a_n = x + b + R q          for the third gate
 //
-// Every a is bounded to [-clip, clip].  A sample past its length keeps its state, and its y is 0.  Gates come in
-// PyTorch's order: i, f, g, o and r, z, n.
+// Every a is clipped to [-clip, clip].  A sample past its length keeps its state, and its y is 0.  Gates are in the
+// order of PyTorch: i, f, g, o and r, z, n.
 #pragma once
 #include "gate_activation.cuh"
 
 namespace cupyconv {
 
-// An array (D, N, units) as it lies in memory; data is null where it is absent.
+// A strided array (D, N, units).  `data` is null if it is absent.
 struct Strided {
     void* data;
     long long stride_d, stride_n, stride_u;
@@ -28,47 +28,47 @@ struct GateActivation {
     int code;
 };
 
-// What runs are made of.  T is what arguments and results are stored in, A what is computed with.
+// The parameters of a launch.  T is the storage type of arguments and results, A the type of the arithmetic.
 struct RecurrentParams {
-    Strided weight;                       // T: n is a row, (gate, unit); u is k
-    Strided x, weight_ih;                 // T: inputs that a single step multiplies itself, u is i; else null
+    Strided weight;                       // T: n is the row (gate, unit), u is k
+    Strided x, weight_ih;                 // T: u is i; null unless a single step multiplies its own inputs
     Strided bias_ih, bias_hh, peephole;   // T: u is (gate, unit)
-    Strided h0, c0, h, c;                 // T: before the first step, after the last
+    Strided h0, c0, h, c;                 // T: states before the first step, and after the last
     Strided y;                            // T
-    long long y_step;                     // from one time to the next
-    const void* lengths;                  // int32 or int64, or null: all are `steps`
+    long long y_step;                     // distance between two times
+    const void* lengths;                  // int32 or int64; null if all are `steps`
     long long lengths_stride;
-    void* gates;                          // A: (D, time, N, all gates' rows), from time first[d] on
+    void* gates;                          // A: (D, time, N, all gates' rows), beginning at time first[d]
     long long gates_d, gates_t;
-    void* beside;                         // A: (D, time, N, H): c of an lstm, q of a gru; or null
+    void* beside;                         // A: (D, time, N, H): c of an LSTM, q of a GRU; or null
     long long beside_d, beside_t;
-    void* states;                         // A: two of (D, N, H); step s reads the one, s % 2, and writes the other
-    void* cells;                          // A: (D, N, H), an lstm's c; both null where there is no other step
-    unsigned* counters;                   // of kernels whose blocks wait for each other
-    GateActivation activation[6];         // of each direction three: f, g, act
-    int default_gates;                    // these are sigmoid and tanh, as they are by default, and there is no clip
-    double clip;                          // infinity: none
+    void* states;                         // A: two arrays (D, N, H); step s reads array s % 2 and writes the other
+    void* cells;                          // A: (D, N, H), c of an LSTM; both are null if no other step needs them
+    unsigned* counters;                   // for kernels whose blocks wait for each other
+    GateActivation activation[6];         // three per direction: f, g, act
+    int default_gates;                    // 1: these are the defaults, sigmoid and tanh, and there is no clip
+    double clip;                          // infinity if absent
     int steps, batch, inputs, hidden;
-    int step, count;                      // the first, in the order of processing; steps of a launch that has many
-    int first[2], backward[2];            // of each direction: the time `gates` begins with; from the last step on?
-    int gates_per_unit;                   // of the cell
-    int is_candidate;                     // of one gate: it is a gru's n, after the reset
+    int step, count;                      // first step in processing order; steps of a launch that has many
+    int first[2], backward[2];            // per direction: first time of `gates`; whether time runs backward
+    int gates_per_unit;                   // gates of the cell
+    int is_candidate;                     // for one gate: it is n of a GRU, after the reset
     int keeps_gates, input_forget, lengths_wide;
-    int weight_vector, weight_ih_vector;  // bytes, all aligned to that: 16; 4, or of float64 8; 0 is an element
-    int states_vectorized;                // their rows begin on boundaries of 16 bytes
+    int weight_vector, weight_ih_vector;  // bytes per copy of aligned rows: 16; 4, or 8 for float64; 0: one element
+    int states_vectorized;                // 1: their rows are 16-byte aligned
 };
 
 template <class T> __device__ __forceinline__ T* element_at(const Strided& array, int d, long long n, long long u) {
     return static_cast<T*>(array.data) + d * array.stride_d + n * array.stride_n + u * array.stride_u;
 }
 
-// 0 where there is no array.
+// The value of an element, or 0 if there is no array.
 template <class T>
 __device__ __forceinline__ Accumulator<T> value_at(const Strided& array, int d, long long n, long long u) {
     return array.data ? widen(*element_at<T>(array, d, n, u)) : Accumulator<T>(0);
 }
 
-// The length of a sample among int32 or (`wide`) int64, `all` at the most; or null: `all`.
+// The length of a sample, at most `all`.  `lengths` is int32, or int64 if `wide`.  If it is null, the length is `all`.
 __device__ __forceinline__ long long length_of(
     const void* lengths, long long stride, bool wide, long long n, long long all) {
     if (!lengths) return all;
@@ -77,14 +77,14 @@ __device__ __forceinline__ long long length_of(
     return given < all ? given : all;
 }
 
-// A state of all samples that step s reads where `plane` is s % 2, and writes where it is not.
+// The state of sample n in a plane.  Step s reads plane s % 2 and writes the other one.
 template <class A>
 __device__ __forceinline__ A* state_at(const RecurrentParams& params, int plane, int d, long long n) {
     const long long rows = (long long)params.batch * (gridDim.z * plane + d) + n;
     return static_cast<A*>(params.states) + rows * params.hidden;
 }
 
-// The state before the first step, where others read it as any.
+// Store the initial state as the state that step 0 reads.
 template <class T>
 __device__ __forceinline__ void publish_first(const RecurrentParams& params, int d, int n, int u) {
     using A = Accumulator<T>;
@@ -92,20 +92,21 @@ __device__ __forceinline__ void publish_first(const RecurrentParams& params, int
         state_at<A>(params, 0, d, n)[u] = value_at<T>(params.h0, d, n, u);
 }
 
-// What r and z of a gru that resets before the product have left for n, of all samples.
+// The reset states r * h of all samples, for a GRU that resets before the product: r and z store them for n.
 template <class A>
 __device__ __forceinline__ const A* reset_state_at(const RecurrentParams& params, int d, int step) {
     const int t = params.backward[d] ? params.steps - 1 - step : step;
     return static_cast<const A*>(params.beside) + d * params.beside_d + t * params.beside_t;
 }
 
-// The activations of a cell, by what they are applied to: all gates but the candidate, the candidate, an lstm's c.
+// The activations of a cell, by their arguments: `gate` for all gates but the candidate, `candidate`, `output` for c of
+// an LSTM, and `only` for the one gate of an RNN.
 struct DefaultGates {
     template <class A> __device__ __forceinline__ A bounded(A v) const { return v; }
     template <class A> __device__ __forceinline__ A gate(A v) const { return gate_sigmoid(v); }
     template <class A> __device__ __forceinline__ A candidate(A v) const { return gate_tanh(v); }
     template <class A> __device__ __forceinline__ A output(A v) const { return gate_tanh(v); }
-    template <class A> __device__ __forceinline__ A only(A v) const { return gate_tanh(v); }  // an rnn's
+    template <class A> __device__ __forceinline__ A only(A v) const { return gate_tanh(v); }
 };
 
 struct GivenGates {
@@ -127,20 +128,21 @@ struct GivenGates {
     }
 };
 
-// One hidden unit of one sample, for a product of all its gates, or of GATE_COUNT = 2 and then 1 of a gru that resets
-// before it.  `begin` finds it and all that is the same for every step; then for each step, in this order:
+// One hidden unit of one sample.  GATE_COUNT is the number of gates of one product: all of them, or, for a GRU that
+// resets before the product, first 2 and then 1.  `begin` locates the unit, and loads what is the same for all steps.
+// Then each step calls, in this order:
 //
-//     load        x, which needs no product: so it comes while others are waited for, or the product is on its way
-//     finish      the sums of R h become the new state
-//     publish     what the next product needs
-//     record      what is only kept
-//     advance     to the next step
+//     load        loads x. It needs no product, so it overlaps with waiting for other blocks or with the product
+//     finish      computes the new state from the sums of R h
+//     publish     stores the data that the next product needs
+//     record      stores all other data
+//     advance     goes to the next step
 template <class T, int GATE_COUNT>
 struct UnitCell {
     using A = Accumulator<T>;
-    A h, c;  // before the step, and from `finish` on after it
+    A h, c;  // before the step; `finish` replaces them by the new ones
 
-    // Unit u of sample n, which may lie outside; `step` is in the order of processing.
+    // Unit u of sample n, which may not exist.  `step` is in processing order.
     __device__ __forceinline__ void begin(const RecurrentParams& params, int d, int n, int u, int step) {
         inside = n < params.batch && u < params.hidden;
         if (!inside) return;
@@ -185,12 +187,12 @@ struct UnitCell {
             a[g] = params.x.data ? A(0) : gates[(long long)g * params.hidden];
     }
 
-    // Apart from `load`, lest it be waited for.
+    // Separate from `load`, so that `load` does not wait for its data.
     __device__ __forceinline__ void add_bias() {
         if (valid()) add_inputs(bias);
     }
 
-    // The sums of W x, where these are not in `gates`.
+    // Add the sums of W x, if `gates` does not contain them.
     __device__ __forceinline__ void add_inputs(const A (&sum)[GATE_COUNT]) {
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
@@ -227,7 +229,7 @@ struct UnitCell {
         } else {
             a[0] = f.bounded(a[0] + sum[0]);
             if (params.is_candidate)
-                mix(f.gate(gates[-(long long)params.hidden]), f.candidate(a[0]));  // z was left there
+                mix(f.gate(gates[-(long long)params.hidden]), f.candidate(a[0]));  // z is stored there
             else
                 h = f.only(a[0]);
         }
@@ -242,7 +244,7 @@ struct UnitCell {
         }
     }
 
-    // `keeps_cell`: this thread goes on with c itself.
+    // If `keeps_cell`, this thread keeps c for the next step itself.
     __device__ __forceinline__ void record(
         const RecurrentParams& params, int d, int n, int u, int step, bool keeps_cell) const {
         if (!inside) return;
@@ -281,14 +283,14 @@ struct UnitCell {
   private:
     bool inside, backward;
     int t;
-    long long length, own_state;       // in (N, H)
-    A* written;                        // h after this step, among `states`
+    long long length, own_state;       // own_state: offset in (N, H)
+    A* written;                        // address in `states` of h after this step
     long long to_other_plane;
-    T* y;                              // of this step, as are
+    T* y;                              // of this step, as are gates and beside
     A *gates, *beside;
     A bias[GATE_COUNT], q_bias, peephole[3];
-    A a[GATE_COUNT];                   // what the activations are applied to, without the sums up to `finish`
-    A q;                               // of a gru: R h + b, or r h
+    A a[GATE_COUNT];                   // arguments of the activations; before `finish`, without the sums
+    A q;                               // for a GRU: R h + b, or r h
 
     __device__ __forceinline__ bool valid() const { return inside && t >= 0 && t < length; }
 

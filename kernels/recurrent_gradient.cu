@@ -1,29 +1,32 @@
-// One step back through time of a recurrent layer: the state's gradient, then its gates', for all samples and units.
+// One step of backpropagation through time in a recurrent layer: the gradients of the state, then of the gates, for all
+// samples and units.
 //
 //     dh[n, j] = carried[n, j] + sum over k of  dgates[next][n, k] * weight_hh[k, j]  + grad_y[t, n, j]
-//     dgates[t][n, gate, j] = dh[n, j] * ...      of the cell (below); dc goes on in `carried_c`
+//     dgates[t][n, gate, j] = dh[n, j] * ...      by the cell, see below; dc is passed on in `carried_c`
 //
-//     M = n (samples), TILE per block     N = j (units), TILE per block     K = k (gates of the step that came before)
+//     M = n (samples), TILE per block     N = j (units), TILE per block     K = k (gates of the step done before)
 //
-//     t:      ... | t | t+1 | ...        forward direction: t+1 came before, t-1 is next; reverse: the other way round
+//     t:      ... | t | t+1 | ...        forward direction: t+1 was done before, t-1 is next; reverse: vice versa
 //
-//        TILE of j                a block adds up its tile, its warps each a share of K;
-//     n [#######]                 then every thread finishes outputs of its own: each gate of (n, j) needs dh[n, j]
-//                                 only, so that no other block waits for it
+//        TILE of j                a block computes its tile, each of its warps a share of K;
+//     n [#######]                 then every thread finishes outputs of its own: each gate of (n, j) needs only
+//                                 dh[n, j], so that no block waits for another
 //
-// Both directions are one launch, blockIdx.y.  A run of `count` steps is count + 1 launches, each of one LaunchKind, and of
-// a gru that resets before the product each step has a second launch, RESET:
+// Both directions may share one launch, as blockIdx.y.  A run of `count` steps has count + 1 launches, each of one
+// LaunchKind.  For a GRU that resets before the product, each step has a second launch, RESET:
 //
 //     steps_done    0             1 ... count - 1        count
-//                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; what it leaves in `carried` is the
-//                                                        initial state's gradient, or where the next run begins
+//                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; it leaves in `carried` the
+//                                                        gradient of the initial state, or for the next run
 //
-// What is done with dh is recurrent_back.cuh; recurrent_gradient_persistent.cu does the same in one launch.
+// recurrent_back.cuh computes the gradients of the gates from dh.  recurrent_gradient_persistent.cu does the same as
+// this kernel in one launch.
 //
-// The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step by step.
+// This kernel begins the sums over samples for the biases and peepholes: each block adds over its own samples, step by
+// step.
 //
 // Bound by memory (weight_hh and the gates, from the L2 cache), by arithmetic or by launches.
-// Floor: weight_hh and what is kept of a step once over the bandwidth.
+// Floor: weight_hh, and the stored data of a step, once over the bandwidth.
 //
 // -D: those of recurrent_back.cuh
 #include "recurrent_back.cuh"
@@ -31,7 +34,7 @@
 
 namespace cupyconv {
 
-// What a launch does, as drawn above.  FIRST_STEP has no product; that of RESET is with n of the same step.
+// The kind of a launch, as drawn above.  FIRST_STEP has no product.  The product of RESET is with n of the same step.
 enum LaunchKind { FIRST_STEP, LATER_STEP, HAND_ON, RESET };
 
 }  // namespace cupyconv
@@ -39,11 +42,11 @@ enum LaunchKind { FIRST_STEP, LATER_STEP, HAND_ON, RESET };
 using namespace cupyconv;
 
 constexpr int BLOCK = 256, WARPS = BLOCK / WARP, TILE = 16;
-constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time, in all and of one warp
-constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, of one lane: 8 x 4 lanes
+constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time, per block and per warp
+constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, per lane; a warp has 8 x 4 lanes
 constexpr int LEFT_CHUNK = 16 / sizeof(A), WEIGHT_CHUNK = 16 / sizeof(T);
 constexpr int LEFT_PITCH = DEPTH + LEFT_CHUNK;
-constexpr int STAGES = 4;  // DEPTHs on their way or in use
+constexpr int STAGES = 4;  // slabs of DEPTH in flight or in use
 
 struct Stage {
     alignas(16) A left[TILE * LEFT_PITCH];  // n, k
@@ -51,18 +54,18 @@ struct Stage {
 };
 union Shared {
     Stage stage[STAGES];
-    A parts[WARPS * TILE * TILE];  // of the product, by the warps that share K
-    A sums[MOST_ROWS * BLOCK];     // each thread's, to be added over samples
+    A parts[WARPS * TILE * TILE];  // of the product, one per warp, which share K
+    A sums[MOST_ROWS * BLOCK];     // of each thread, to be added over samples
 };
 
-// The factors of the product: rows of samples, whose columns from `split` on lie in an array of their own.
+// The factors of the product.  Rows of the left one are samples; its columns from `split` on are in the array `beyond`.
 struct Factors {
     const A *left, *beyond;
     const T* weight;
     long long batch;
     int ld, split, depth, hidden;
 
-    // Whether rows, and parts of rows, begin on boundaries of 16 bytes.
+    // Whether rows, and chunks of rows, are 16-byte aligned.
     __device__ __forceinline__ bool left_vectorized() const { return hidden % LEFT_CHUNK == 0; }
     __device__ __forceinline__ bool weight_vectorized() const {
         return hidden % WEIGHT_CHUNK == 0 && reinterpret_cast<unsigned long long>(weight) % 16 == 0;
@@ -72,7 +75,7 @@ struct Factors {
         return k < split ? left + n * ld + k : beyond + n * hidden + (k - split);
     }
 
-    // DEPTH of K, from k_first on; zeros beyond the end and for samples and units that there are not.
+    // Copy DEPTH of K, from k_first on, with zeros past the end of K and for samples and units that do not exist.
     __device__ __forceinline__ void fetch(Stage& stage, long long n_tile, int j_tile, int k_first) const {
         constexpr int CHUNKS = DEPTH / LEFT_CHUNK, PER_ROW = TILE / WEIGHT_CHUNK;
         static_assert(TILE * CHUNKS == BLOCK && DEPTH * PER_ROW <= BLOCK, "a thread fetches one chunk of each");
@@ -102,7 +105,7 @@ struct Factors {
     }
 };
 
-// The tile of the product, left in `shared` as so many parts of a sum as share K.
+// Compute the tile of the product.  It is left in `shared` as one partial sum for each of the warps, which share K.
 __device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int j_tile, Shared& shared) {
     constexpr int PIECE = WEIGHT_CHUNK < COLUMNS ? WEIGHT_CHUNK : COLUMNS;
     const int warp = warp_index(), row = lane_index() / 4 * ROWS, column = lane_index() % 4 * COLUMNS;
@@ -116,7 +119,7 @@ __device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int
 #pragma unroll 1
     for (int i = 0; i < slabs; ++i) {
         wait_for_copies<STAGES - 2>();
-        __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+        __syncthreads();  // all copies of slab i have arrived, and slab i - 1 has been used
         const int next = i + STAGES - 1;
         if (next < slabs) f.fetch(shared.stage[next % STAGES], n_tile, j_tile, next * DEPTH);
         commit_copies();
@@ -148,7 +151,7 @@ __device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int
     __syncthreads();
 }
 
-// This thread's output of it; parts are added in their order.
+// This thread's element of the product.  The parts are added in order.
 __device__ __forceinline__ A product_at(const Shared& shared) {
     A sum = A(0);
 #pragma unroll
@@ -156,34 +159,34 @@ __device__ __forceinline__ A product_at(const Shared& shared) {
     return sum;
 }
 
-// ---- a launch ------------------------------------------------------------------------------------------------------
+// ---- the kernel ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ LaunchKind kind_of(const RecurrentGradientParams& p) {
     if (CELL == GRU && p.is_reset) return RESET;
     return p.steps_done == p.count ? HAND_ON : p.steps_done == 0 ? FIRST_STEP : LATER_STEP;
 }
 
-// The product with the gates of a step; `row` is the first of its rows in the run.
+// The factors of the product with the gates of a step.  `row` is the step's first row in the run.
 __device__ __forceinline__ Factors product_of(
     LaunchKind kind, const RecurrentGradientParams& p, int d, long long row) {
     const int hidden = p.hidden, rows = GATES * hidden;
     const T* const weight = stored(p.weight_hh, (long long)d * rows * hidden);
     Factors f = {read(p.dgates, row * rows), nullptr, weight, p.batch, rows, rows, rows, hidden};
     if (CELL == GRU) {
-        f.split = 2 * hidden;  // behind r and z
+        f.split = 2 * hidden;  // after r and z
         if (kind == RESET) {   // n alone
             f.left += 2 * hidden, f.weight += 2LL * hidden * hidden;
             f.split = f.depth = hidden;
-        } else if (p.reset_first) {  // n has had its launch
+        } else if (p.reset_first) {  // RESET has multiplied n
             f.depth = 2 * hidden;
-        } else {  // n's product is with q
+        } else {  // for n, the gradient of q takes part
             f.beyond = read(p.dcandidate, row * hidden);
         }
     }
     return f;
 }
 
-// Add each row of `sums` over the tile's samples, one after the other, to what the steps before have left; or begin.
+// Add each row of `sums` over the tile's samples, in order, to the sums of the previous steps, or to 0 if `begins`.
 __device__ __forceinline__ void add_over_samples(
     const RecurrentGradientParams& p, long long first_row, int rows, bool begins, int j_tile,
     const A (&sums)[MOST_ROWS], Shared& shared) {
@@ -212,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
     const int tiles_j = (p.hidden + TILE - 1) / TILE, slot = blockIdx.y, d = p.first_direction + slot;
     const int tile_n = blockIdx.x / tiles_j, j_tile = blockIdx.x % tiles_j * TILE;
     const long long n_tile = (long long)tile_n * TILE;
-    // Within the run: this step, and the one that came before it.
+    // Within the run: this step, and the step done before it.
     const long long step = p.sign[d] > 0 ? p.count - 1 - steps_done : steps_done, before = step + p.sign[d];
 
     const int j = j_tile + threadIdx.x % TILE;

@@ -1,32 +1,34 @@
-// Back through all steps of a run of a recurrent layer in one launch: each block keeps its rows of the weight in shared memory.
+// Backpropagation through all steps of a run of a recurrent layer in one launch.  Each block keeps its rows of the
+// weight in shared memory.
 //
 //     part[b, n, j] = sum over block b's k of  dgates[n, k] * weight_hh[k, j]
-//     dh[n, j]      = carried[n, j] + sum over b of part[b, n, j] + grad_y[t, n, j]         t = the step that comes next
+//     dh[n, j]      = carried[n, j] + sum over b of part[b, n, j] + grad_y[t, n, j]         t = the next step
 //
 //     M = n (samples), ROWS of a tile     N = j (all units)     K = k (the gates of a block's UNITS units)
 //
-//                 j ->                        a block: UNITS units, all their gates, of every gridDim.y-th tile of samples.
-//     block 0   [ part | part | part ]        It makes the gradients of these gates from the state's, which need no other
-//     block 1   [ part | part | part ]        block, multiplies them by its rows of the weight, and leaves for each block
-//     block 2   [ part | part | part ]        its part of what goes on to that block's units.  Then the blocks of a tile
-//                  |      |      |            wait for each other, and each adds up what all have left for it, in the order
-//                  v      v      v            of the blocks: the same bits in every run.
-//     adds up    bl. 0  bl. 1  bl. 2
+//                 j ->                        a block: UNITS units, all their gates, of every gridDim.y-th tile of
+//     block 0   [ part | part | part ]        samples. It computes the gates' gradients from those of the states,
+//     block 1   [ part | part | part ]        without other blocks, multiplies them by its rows of the weight, and
+//     block 2   [ part | part | part ]        stores for each block the part that belongs to that block's units.
+//                  |      |      |            Then the blocks of a tile wait for each other, and each adds the
+//                  v      v      v            parts that all blocks have stored for it. The order is fixed, so that
+//     adds up    bl. 0  bl. 1  bl. 2          results are bitwise reproducible.
 //
-// A step of a tile, or of a gru that resets before the product the halves of it, n's and r's with z's:
+// A step of a tile has the following phases.  For a GRU that resets before the product, n has them first, then r and z:
 //
-//     load what is kept  |  wait  |  add up parts  |  gates' gradients  |  multiply, leave parts  |  arrive
-//                        ^ block meets      ^ block meets       ^ block meets            ^ block meets
+//     load stored data  |  wait  |  add up parts  |  gates' gradients  |  multiply, store parts  |  arrive
+//                                ^       ^                             ^                         ^: __syncthreads
 //
-// Parts go to one half of `parts` while others may still read the other; who writes over a half is past the barrier
-// behind the one at which it was read.  Within a part pairs of a sample and a unit lie as a warp has them: all accesses
-// are of whole lines.
+// Blocks store parts in one half of `parts` while others may still read the other half.  A block overwrites a half only
+// after a barrier that follows all reads of it.  Within a part, the pairs (sample, unit) are stored in the order in
+// which a warp holds them, so that accesses cover whole cache lines (on CUDA cores, stores cover whole sectors).
 //
-// Why parts are exchanged and not gates: with the columns of its units instead of their rows a block would read all blocks'
-// gates' gradients, N x 4H of an lstm, and split each of them for the tensor cores; so it writes N x H and reads N x H, and
-// splits its own.  Both wait once a step.  Of an lstm, a block's bytes through L2 and the cycles in which it issues its
-// products, in a step, by the machine code for sm_90 (float32; those of gates by the loop of recurrent_persistent.cu, of which
-// about 80 instructions run for 8 of K; at N = 32 two rows of blocks for H = 256, one for H = 1024):
+// Blocks exchange parts instead of gates for the following reason.  With the columns of its units instead of their
+// rows, a block would read the gradients of the gates of all blocks, N x 4H for an LSTM, and would split each of them
+// for the tensor cores.  With rows, it writes N x H, reads N x H, and splits only its own.  Both variants wait once per
+// step.  The table is for an LSTM in float32: bytes of a block through L2, and cycles in which it issues its products,
+// per step, by the machine code for sm_90.  The cycles for gates assume the loop of recurrent_persistent.cu, which runs
+// about 80 instructions for 8 of K.  At N = 32 there are two rows of blocks for H = 256, and one for H = 1024.
 //
 //                  N = 1                 N = 8                 N = 32
 //     H = 256      2 KB, 1,030 cycles    16 KB, 1,030          32 KB, 1,030     parts
@@ -34,13 +36,15 @@
 //     H = 1024     8 KB, 4,130           64 KB, 4,130         256 KB, 8,260     parts
 //                 16 KB, 10,240         128 KB, 10,240        512 KB, 20,480    gates
 //
-// A gru moves 2 numbers for 3, an rnn 2 for 1: that is 32 KB more at H = 1024 and N = 8, less than a microsecond, and 1,500
-// cycles for 2,560.  With a weight that is read from L2 at every step, by CUDA cores, an lstm takes 4,350 cycles and 17,400.
+// With parts, a GRU moves 2 numbers instead of 3, and an RNN moves 2 instead of 1.  For an RNN at H = 1024 and N = 8,
+// these are 32 KB more, less than a microsecond, but 1,500 cycles instead of 2,560.  If CUDA cores read the weight from
+// L2 at every step, an LSTM needs 4,350 cycles (H = 256) and 17,400 cycles (H = 1024).
 //
 // Bound by the barrier for few samples; by parts through L2, or by tensor cores, for many.
-// Floor: T steps of 2 * N * H numbers of each block over the bandwidth of L2, or of a round trip there.
+// Floor: T steps of 2 * N * H numbers of each block over the bandwidth of L2, or of a round trip to it.
 //
-// -D: those of recurrent_back.cuh, and ARITHMETIC (TF32X3, of 16-bit weights two products; or, of tensor_core.cuh, that of CUDA cores)
+// -D: those of recurrent_back.cuh, and ARITHMETIC (TF32X3, which is two products for 16-bit weights; or the kind of
+//     tensor_core.cuh for CUDA cores)
 #include "grid_barrier.cuh"
 #include "recurrent_back.cuh"
 #include "tensor_core.cuh"
@@ -50,23 +54,23 @@ using namespace cupyconv;
 
 constexpr int BLOCK = 256, WARPS = BLOCK / WARP, ROWS = 16, UNITS = 8, PAIRS = ROWS * UNITS;
 constexpr int PITCH = UNITS + 4;  // of a row of gates' gradients: eight rows, read at once, are in different banks
-constexpr int APART = 32;         // counters, so that each has a line of its own
+constexpr int APART = 32;         // distance between counters, each of which has its own cache line
 
 struct Shared {
     union {
-        alignas(16) A parts[WARPS][PAIRS];  // of the state's gradient, each the sum of some blocks'
+        alignas(16) A parts[WARPS][PAIRS];  // of the state's gradient, one per warp: each the sum over some blocks
         A sums[MOST_ROWS][PAIRS];           // of all steps, to be added over samples
     };
     alignas(16) A gates[GATES][ROWS * PITCH];  // n, unit
 };
 static_assert(MOST_ROWS <= WARPS && MOST_ROWS * UNITS <= BLOCK && PAIRS <= BLOCK, "of a pair, or a sum, there is a thread");
 
-// What a block has for the whole launch.
+// The data of a block that stay the same for the whole launch.
 struct Block {
     const RecurrentGradientParams& p;
     Shared& shared;
-    T* weight;         // shared: (gate, unit), j
-    int pitch;         // an odd number of UNITS, so that the rows of a fragment are in different banks
+    T* weight;         // in shared memory: (gate, unit), j
+    int pitch;         // an odd multiple of UNITS, so that the rows of a fragment are in different banks
     long long tiles;   // of samples
 
     __device__ __forceinline__ Block(const RecurrentGradientParams& p, Shared* shared)
@@ -75,7 +79,7 @@ struct Block {
 
     __device__ __forceinline__ int direction() const { return p.first_direction + blockIdx.z; }
 
-    // The block's rows of the weight, zeros beyond the units that there are.
+    // Copy the block's rows of the weight, with zeros for units that do not exist.
     __device__ __forceinline__ void fetch_weight() const {
         constexpr int CHUNK = 16 / sizeof(T);
         const int hidden = p.hidden, chunks = pitch / CHUNK;
@@ -97,7 +101,7 @@ struct Block {
         __syncthreads();
     }
 
-    // What the block `source` leaves of a tile for the block `target`, in the half of this exchange.
+    // The part of a tile that block `source` stores for block `target`, in the half that this exchange uses.
     __device__ __forceinline__ A* part(unsigned exchange, long long tile, int target, int source) const {
         const long long half = exchange % 2 * gridDim.z + blockIdx.z;
         return write(p.parts, (((half * tiles + tile) * gridDim.x + target) * gridDim.x + source) * PAIRS);
@@ -107,7 +111,7 @@ struct Block {
         return p.counters + (blockIdx.z * tiles + tile) * APART;
     }
 
-    // Multiply the gates `first` and on, `end` not among them, that lie in shared memory; their parts are left for all blocks.
+    // Multiply the gates from `first` to before `end`, which are in shared memory, and store the parts for all blocks.
     __device__ __forceinline__ void multiply(unsigned exchange, long long tile, int rows, int first, int end) const {
         A* const parts = part(exchange, tile, 0, blockIdx.x);
         if constexpr (ARITHMETIC == TF32X3)
@@ -116,7 +120,7 @@ struct Block {
             multiply_on_cuda_cores(parts, rows, first, end);
     }
 
-    // Of this thread's pair, what all blocks have left for this one.  The block has to meet before the next call.
+    // The sum over all blocks of the parts for this thread's pair.  The block has to synchronize before the next call.
     __device__ __forceinline__ A gathered(unsigned exchange, long long tile, int rows) const {
         constexpr int CHUNK = 16 / sizeof(A);
         const int blocks = gridDim.x;
@@ -143,10 +147,10 @@ struct Block {
     }
 
   private:
-    // Elements from what is left for one block to what is left for the next.
+    // Elements from the part for one block to the part for the next.
     __device__ __forceinline__ int apart() const { return gridDim.x * PAIRS; }
 
-    // A thread has a column j, and adds up the gates of all samples.
+    // A thread computes columns j for all samples, and adds over the gates.
     __device__ __forceinline__ void multiply_on_cuda_cores(A* parts, int rows, int first, int end) const {
         constexpr int CHUNK = 16 / sizeof(A);
         for (int j = threadIdx.x; j < int(gridDim.x) * UNITS; j += BLOCK) {
@@ -174,9 +178,9 @@ struct Block {
         }
     }
 
-    // A warp has the columns of a block's units, and a gate's UNITS are K of an instruction.
+    // A warp computes the columns of one block's units at a time.  The UNITS of a gate are K of one instruction.
     __device__ __forceinline__ void multiply_on_tensor_cores(A* parts, int rows, int first, int end) const {
-        constexpr bool WIDE = sizeof(T) == 4;  // TF32 holds a narrower weight as it is
+        constexpr bool WIDE = sizeof(T) == 4;  // TF32 represents a 16-bit weight exactly
         unsigned high[GATES][4], low[GATES][4], finite_high[GATES][4];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
@@ -225,14 +229,15 @@ struct Block {
     }
 };
 
-// A step of a tile, as drawn above, after so many exchanges of all tiles.  The run's last, of steps that are no more, hands
-// on the state's gradient.  What the thread's pair adds to the sums over samples is added to `totals`.
+// One step of a tile, as drawn above, after `exchanges` exchanges of each tile.  If all steps of the run are done, it
+// only hands on the gradient of the state.  The contribution of the thread's pair to the sums over samples is added to
+// `totals`.
 __device__ __forceinline__ void take_step(
     const Block& block, long long tile, int steps_done, unsigned exchanges, A (&totals)[MOST_ROWS]) {
     const RecurrentGradientParams& p = block.p;
     const int d = block.direction();
     const bool hands_on = steps_done == p.count;
-    // Within the run: this step, and the one that came before it.
+    // Within the run: this step, and the step done before it.
     const long long step = p.sign[d] > 0 ? p.count - 1 - steps_done : steps_done, before = step + p.sign[d];
 
     const int j = blockIdx.x * UNITS + threadIdx.x % UNITS;
@@ -301,7 +306,7 @@ __device__ __forceinline__ void take_step(
     for (int row = 0; row < MOST_ROWS; ++row) totals[row] += sums[row];
 }
 
-// Each row of the totals over the block's samples, one after the other, added to what the runs before have left; or begin.
+// Add each row of the totals over the block's samples, in order, to the sums of previous runs, or to 0 in the first.
 __device__ __forceinline__ void add_over_samples(const Block& block, const A (&totals)[MOST_ROWS]) {
     const RecurrentGradientParams& p = block.p;
     __syncthreads();  // the last parts have been read
@@ -326,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const Block block(params, shared);
     block.fetch_weight();
     A totals[MOST_ROWS] = {};
-    unsigned exchanges = 0;  // of each tile
+    unsigned exchanges = 0;  // of each tile, so far
     for (int steps_done = 0; steps_done <= params.count; ++steps_done) {
         for (long long tile = blockIdx.y; tile < block.tiles; tile += gridDim.y)
             take_step(block, tile, steps_done, exchanges, totals);

@@ -1,19 +1,19 @@
-// The inputs of a run of steps as one matrix, without what lies beyond a sample's length.
+// Copies the inputs of a run of steps to one matrix, with zeros past the length of each sample.
 //
 //     inputs[(t, n), i] = t < length[n] ? x[t, n, i] : 0
 //
-//     no M, no K: elementwise.     N = ((t, n), i): neighbours i per thread
+//     no M, no K: elementwise.     N = ((t, n), i): adjacent threads process adjacent i
 //
 //          i ->
 //     t,n  [ # # # # ]        a sample whose length is 1 ends here
-//     t,n  [ 0 0 0 0 ]        x may be anything here, NaN too: it takes part in no gradient
+//     t,n  [ 0 0 0 0 ]        x may be anything here, even NaN: it is part of no gradient
 //
-// For the gradient of the input's weight, a product over steps and samples: a zero gradient times a NaN would be one.
-// Also where cuBLAS does not take x as it lies, or the product is of wider numbers.
+// The gradient of the input weight, a product over steps and samples, reads this matrix: a zero gradient times a NaN
+// would be NaN.  The kernel is also used if cuBLAS cannot read x in place, or if the product is of wider numbers.
 //
 // Bound by memory.  Floor: x and the inputs once over the bandwidth.
 //
-// -D: DTYPE (type of x; the inputs are in its accumulator's)
+// -D: DTYPE (type of x; the inputs have its accumulator type)
 #include "image.cuh"
 
 namespace cupyconv {
@@ -21,10 +21,10 @@ namespace cupyconv {
 struct RecurrentInputsParams {
     const void* x;
     long long stride_t, stride_n, stride_i;
-    const void* lengths;  // int32 or int64, or null: all reach as far as x
+    const void* lengths;  // int32 or int64; null if all reach as far as x
     long long lengths_stride;
     void* inputs;
-    long long first, steps, batch, columns;  // of the run; `first` is its first time
+    long long first, steps, batch, columns;  // of the run; `first` is its earliest time
     int wide_lengths;
 };
 

@@ -1,4 +1,4 @@
-// Many steps of a recurrent layer in one launch: each block keeps its rows of the weight in shared memory.
+// Many steps of a recurrent layer in one launch.  Each block keeps its rows of the weight in shared memory.
 //
 //     y[t, n, (d, u)] = h'[d, n, u] = cell( x[d, t, n, (g, u)] + sum_k weight[d, (g, u), k] * h[d, n, k] )
 //                                                                                         t = step, step + 1, ...
@@ -7,23 +7,23 @@
 //
 //               units ->                   a block: UNITS units, all their gates, of every gridDim.y-th tile of samples
 //      n    [ block | block | ... ]        (recurrent_tile.cuh); after each step of a tile the blocks of a row wait for
-//      ↓    [ block | block | ... ]        each other (grid_barrier.cuh): the state of its samples is what they share
+//      ↓    [ block | block | ... ]        each other (grid_barrier.cuh), since they share the state of its samples
 //
-// h goes through memory, from one half of `states` to the other: who reads step s's is past the barrier before it,
-// and who writes over it is past the one behind.  A thread whose block has one tile goes on with its own unit's h and c
-// in registers.  A step of a tile:
+// h is exchanged through memory, from one half of `states` to the other.  A block reads the state of step s after the
+// barrier before that step, and overwrites it after the barrier that follows.  If a block has one tile, a thread keeps
+// h and c of its own unit in registers.  A step of a tile has these phases:
 //
 //     load x  |  wait for the tile's h  |  fetch h  multiply  |  add up  activate  store h  |  arrive  |  store y, ...
-//                                       ^ block meets         ^ block meets                 ^ block meets
+//                                       ^                     ^                             ^: __syncthreads
 //
-// GATES = 2 is a gru that resets before the product: r and z, a barrier, then n.
+// GATES = 2 is for a GRU that resets before the product: r and z, a barrier, then n.
 //
-// Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
+// Bound by the barrier for few samples, then by reading h from L2, by arithmetic for many.
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight per unit, in a
-//     product), SAMPLES (of a thread: 1 or 4), GIVEN_GATES (1: gates have the activations and the bound that are given;
-//     the others, which are sigmoids and hyperbolic tangents, have no code for that in their step)
+//     product), SAMPLES (per thread: 1 or 4), GIVEN_GATES (1: gates have the given activations and the given clip;
+//     0: they are sigmoid and tanh, without any code for others)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
 
@@ -36,18 +36,18 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 using Tile = ResidentTile<T, GATES, SAMPLES, ARITHMETIC>;
-using Candidate = ResidentTile<T, 1, SAMPLES, ARITHMETIC>;  // the third gate of GATES = 2
+using Candidate = ResidentTile<T, 1, SAMPLES, ARITHMETIC>;  // the third gate if GATES = 2
 constexpr bool TWO_PRODUCTS = GATES == 2;
-constexpr int APART = 32;  // counters, so that each has a line of its own
+constexpr int APART = 32;  // distance between counters, each of which has its own cache line
 
-// The barrier of a tile of samples.
+// The barrier counter of a tile of samples.
 __device__ __forceinline__ unsigned* counter_of(const RecurrentParams& params, int n_first) {
     const int tiles = (params.batch + Tile::ROWS - 1) / Tile::ROWS;
     return params.counters + ((long long)blockIdx.z * tiles + n_first / Tile::ROWS) * APART;
 }
 
-// A step of all tiles of the block, as drawn above, once there have been so many `arrivals` at a tile's counter.  Where
-// the block `stays` with one tile, `tile` and `cell` are as the step before has left them.
+// One step of all tiles of the block, as drawn above.  It waits until a tile's counter has reached `arrivals`.  If the
+// block `stays` with one tile, `tile` and `cell` are reused from the previous step.
 template <class Part, int COUNT>
 __device__ __forceinline__ void take_step(
     Part& tile, UnitCell<T, COUNT>& cell, typename Part::Shared& shared, const A* rows, const T* weight, int pitch,
@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     if constexpr (TWO_PRODUCTS) keep_rows(candidate, weight_of_n, 2);
     commit_copies();
 
-    unsigned arrivals = 0;  // at each counter
-    if (params.step == 0) {  // h0 becomes a state as any other
+    unsigned arrivals = 0;  // to wait for at each counter
+    if (params.step == 0) {  // h0 becomes a state like any other
         for (int n_first = blockIdx.y * Tile::ROWS; n_first < params.batch; n_first += gridDim.y * Tile::ROWS) {
             tile.move_to(n_first);
             publish_first<T>(params, d, tile.sample(0), tile.unit(0));

@@ -1,11 +1,11 @@
-// A warp's part of a recurrent product, sums in registers: on CUDA cores, or on tensor cores.
+// A warp's part of a recurrent product, accumulated in registers, on CUDA cores or on tensor cores.
 //
 //     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]
 //
 //     per call: 4 * SAMPLES samples x 8 units x GATES gates, STEP of k
 //
-// Both operands lie along k in shared memory, R in its type T, h in that of the sums.  However lanes share the
-// work, all gates of a unit meet in one thread.  `for_each` calls f(n, u, sums of all gates) for each of the lane's.
+// Both operands are contiguous along k in shared memory: R in its type T, h in the type of the sums.  In all variants,
+// one thread has all gates of a unit.  `for_each` calls f(n, u, sums of all gates) for each pair (n, u) of the lane.
 #pragma once
 #include "numeric.cuh"
 #include "tensor_core.cuh"
@@ -13,18 +13,18 @@
 
 namespace cupyconv {
 
-// CUDA cores: 4 x 8 lanes, each SAMPLES samples, 4 apart, of one unit; 16 bytes of k at a time.
+// CUDA cores: 4 x 8 lanes.  Each lane has SAMPLES samples, 4 apart, of one unit, and loads 16 bytes of k at a time.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
 struct RecurrentProducts {
     using A = Accumulator<T>;
     static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A), STEP = 2 * CHUNK;
-    static constexpr int STATE_PAD = STATE_CHUNK;  // elements behind a row: lanes read four rows, each broadcast
+    static constexpr int STATE_PAD = STATE_CHUNK;  // padding after a row: lanes read four rows, each broadcast
     A sum[SAMPLE_COUNT][GATE_COUNT] = {};
 
     static __device__ __forceinline__ int sample() { return threadIdx.x / 8 % 4; }
     static __device__ __forceinline__ int unit() { return threadIdx.x % 8; }
 
-    // `weight` and `state` begin with the warp's first unit and sample; a gate's rows are `gate_pitch` elements apart.
+    // `weight` and `state` begin with the warp's first unit and sample.  Rows of gates are `gate_pitch` elements apart.
     __device__ __forceinline__ void add(const T* weight, int pitch, int gate_pitch, const A* state, int state_pitch) {
         weight += unit() * pitch;
         state += sample() * state_pitch;
@@ -54,7 +54,7 @@ struct RecurrentProducts {
     }
 };
 
-// Tensor cores: 16 samples x 8 units of a gate x 32 bytes of k an instruction.
+// Tensor cores: 16 samples x 8 units of a gate x 32 bytes of k per instruction.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT>
 struct TensorProducts {
     static_assert(SAMPLE_COUNT % 4 == 0, "instructions of 16 samples");
@@ -64,7 +64,7 @@ struct TensorProducts {
     static __device__ __forceinline__ void load_weight(
         unsigned (&w)[GATE_COUNT][2], const T* weight, int pitch, int gate_pitch) {
 #pragma unroll
-        for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates per load; an odd last one twice
+        for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates per load; an odd last gate is loaded twice
             unsigned four[4];
             const int gate = min(g + lane_index() / 16, GATE_COUNT - 1);
             load_matrices(four, weight + gate * gate_pitch + lane_index() % 8 * pitch + lane_index() / 8 % 2 * CHUNK);
@@ -87,16 +87,16 @@ struct TensorProducts {
     }
 };
 
-// Of 16-bit weights.  h is a float32:
+// For 16-bit weights.  h is a float32 and is split into two parts:
 //
 //     h = high + low,   high: h rounded to 16 bits,   low: the rest, rounded       h * w ~ low * w + high * w
 //
-// which leaves 2^-22 of it in float16 and 2^-16 in bfloat16.  Where high is infinite, in float16 from 65520 on, low
-// is 0, lest inf - inf make a NaN of it.
+// The part of h that is lost is 2^-22 in float16 and 2^-16 in bfloat16.  If high is infinite (in float16 from 65520
+// on), low is 0, since inf - inf would be NaN.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT>
 struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, GATE_COUNT, SAMPLE_COUNT> {
     using Base = TensorProducts<T, GATE_COUNT, SAMPLE_COUNT>;
-    static constexpr int STATE_PAD = 8;  // four rows' pairs of floats, read by half a warp, fill all banks once
+    static constexpr int STATE_PAD = 8;  // half a warp reads pairs of floats of four rows, which fill all banks once
 
     __device__ __forceinline__ void add(
         const T* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
@@ -133,7 +133,7 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, G
     }
 };
 
-// Of float32, where it may be rounded to TF32: 11 significant bits of either factor.
+// For float32, if it may be rounded to TF32: 11 significant bits of either factor.
 template <int GATE_COUNT, int SAMPLE_COUNT>
 struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32> : TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT> {
     using Base = TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT>;
@@ -159,7 +159,7 @@ struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32> : TensorProduc
     }
 };
 
-// Of float32 by three products of its parts, nearly as accurate as on CUDA cores.
+// For float32, as three products of its parts, nearly as accurate as on CUDA cores.
 template <int GATE_COUNT, int SAMPLE_COUNT>
 struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32X3> : TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT> {
     using Base = TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT>;

@@ -1,4 +1,4 @@
-// One step of a recurrent layer: the recurrent product, all gates, the new state, in one launch for all directions.
+// One step of a recurrent layer: the recurrent product, all gates and the new state, in one launch for all directions.
 //
 //     y[t, n, (d, u)] = h'[d, n, u] = cell( x[d, t, n, (g, u)] + sum_k weight[d, (g, u), k] * h[d, n, k] )
 //
@@ -8,17 +8,17 @@
 //      n    [ block | block | ... ]        grid: (units, samples, directions)
 //      ↓    [ block | block | ... ]        t is `step`, or counted from the end
 //
-// x is what the projection of all steps has left in `gates`, or a single step's own product, before the other.  h goes
-// from one half of `states` to the other, from step to step.  A gru that resets before the product takes two launches:
-// GATES = 2, r and z, then GATES = 1, n.
-// A sequence of no steps is one step that is past every sample's end: the initial state becomes the last.
+// x is the projection of all steps, which `gates` contains.  If there is a single step, the kernel projects its inputs
+// itself, before the recurrent product.  Each step reads h from one half of `states` and writes it to the other.  A GRU
+// that resets before the product needs two launches: GATES = 2 for r and z, then GATES = 1 for n.  A sequence of no
+// steps is executed as one step past the end of every sample: the initial state becomes the last state.
 //
 // Bound by the launch for few samples, then by reading the weight from L2, then by arithmetic.
 // Floor: G * H * H elements of weight over the bandwidth of L2, or 2 * M * N * K operations over the rate of CUDA
 // cores.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight
-//     a unit, in this product), SAMPLES (of a thread: 4 or 8)
+//     per unit, in this product), SAMPLES (per thread: 4 or 8)
 #include "recurrent_tile.cuh"
 
 using namespace cupyconv;
@@ -26,7 +26,7 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 using Tile = StreamedTile<T, GATES, SAMPLES, ARITHMETIC>;
-// One unit's inputs wait in registers while the product is on its way; where a thread has several, there are none left.
+// A single unit's inputs are loaded before the product and wait in registers, which do not suffice for several units.
 constexpr bool EARLY = Tile::PAIRS_PER_THREAD == 1;
 
 extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 : 1)
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 :
     if (EARLY) load(0);
     if constexpr (EARLY)
         if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_inputs(sum); });
-    // What a gru's candidate multiplies has been left by the gates before it; of the first step it is h0.
+    // The left operand is h; null stands for h0.  A GRU's candidate multiplies the reset state of r and z.
     const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
     if (GATES == 1 && params.is_candidate) rows = reset_state_at<A>(params, d, step);
     tile.multiply_state(*shared, rows, [&](int i, const A(&sum)[GATES]) {

@@ -1,32 +1,32 @@
-// What a block does in a step of a recurrent layer: some hidden units of some samples, all gates of theirs.
+// The part of a recurrent step that one block computes: some hidden units of some samples, with all their gates.
 //
 //     sum[n, g, u] = sum_k h[n, k] * R[(g, u), k]
 //
-//                K-slab                UNIT_WARPS warps share the units, 8 each, and K_WARPS warps the products of a
-//     R (g, u)  +-------+               K-slab, STEP of k each (recurrent_products.cuh);  then the sums of these are
-//        rows   |       |               added, in their order, and each thread finishes pairs of a sample and a unit
+//                K-slab                UNIT_WARPS warps divide the units, 8 each, and K_WARPS warps divide the
+//     R (g, u)  +-------+               products of a K-slab, STEP of k each (recurrent_products.cuh);  then their sums
+//        rows   |       |               are added, in order, and each thread finishes pairs of a sample and a unit
 //               +-------+
 //     h n rows  |       |
 //               +-------+
 //
-// StreamedTile fetches R K-slab by K-slab beside h, and its warps go through the slabs together.  In a ResidentTile all
-// of R stays where the block has put it.  There a warp fetches the part of h that it alone multiplies and waits for no
-// other before the sums are added, where the block meets once.
+// A StreamedTile fetches both R and h slab by slab, and its warps step through the slabs together.  In a ResidentTile,
+// all of R stays in shared memory.  Each warp fetches the part of h that it alone multiplies.  It waits for no other
+// warp until the sums are added, where the block synchronizes once.
 //
-// Rows are an odd number of 16-byte chunks apart in shared memory: eight lanes read eight rows without conflicts.
+// In shared memory, rows are an odd number of 16-byte chunks apart: eight lanes read eight rows without bank conflicts.
 #pragma once
 #include "recurrent_cell.cuh"
 #include "recurrent_products.cuh"
 
 namespace cupyconv {
 
-// Of one sample and unit; moved at once, but for three.
+// The sums of all gates of one sample and unit.  One access moves them, unless there are three.
 template <class A, int COUNT>
 struct alignas(COUNT == 3 ? sizeof(A) : COUNT * sizeof(A)) GateSums {
     A of[COUNT];
 };
 
-// What both kinds have in common: who does what, and how rows come to shared memory.
+// The base of both kinds of tiles: it assigns the work to threads, and copies rows to shared memory.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
 struct RecurrentTile {
     using A = Accumulator<T>;
@@ -39,16 +39,16 @@ struct RecurrentTile {
     static constexpr int K = K_WARPS * STEP;
     static constexpr int PAIRS_PER_THREAD = (PAIRS + THREADS - 1) / THREADS;
 
-    // Where the block's part begins.
+    // The direction of the block, and its first sample and unit.
     int d, n_first, u_first;
     const RecurrentParams& params;
 
-    // Pairs of a sample and a unit are numbered so that 32 in a row are 4 samples x 8 units.
+    // Pairs of a sample and a unit are numbered so that 32 consecutive ones are 4 samples x 8 units.
     static __device__ __forceinline__ int pair_of(int n, int u) {
         return (n / 4 * UNIT_WARPS + u / 8) * 32 + n % 4 * 8 + u % 8;
     }
 
-    // The i-th pair that this thread finishes; where there is none left, beyond all samples.
+    // The i-th pair that this thread finishes.  If there is none left, the sample does not exist.
     static __device__ __forceinline__ int pair(int i) { return i * THREADS + threadIdx.x; }
     __device__ __forceinline__ int sample(int i) const {
         return pair(i) < PAIRS ? n_first + pair(i) / (32 * UNIT_WARPS) * 4 + pair(i) / 8 % 4 : params.batch;
@@ -57,7 +57,8 @@ struct RecurrentTile {
         return u_first + pair(i) / 32 % UNIT_WARPS * 8 + pair(i) % 8;
     }
 
-    // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
+    // Copy `columns` columns, from k_first on, of some gates' rows of a weight to rows that are `pitch` apart.
+    // Elements past `length` become zeros.
     __device__ __forceinline__ void fetch_weight(
         T* to, int pitch, const Strided& weight, int vector, int length, int k_first, int columns,
         int first_gate) const {
@@ -71,17 +72,17 @@ struct RecurrentTile {
         }
     }
 
-    // Bytes that rows of any length begin on boundaries of, and that can be copied asynchronously.
+    // Bytes of the smallest asynchronous copy of whole elements.  Rows of A are aligned to it, whatever their length.
     template <class S> static constexpr int SMALL_VECTOR = sizeof(S) > 4 ? sizeof(S) : 4;
 
-    // 16 bytes of which `valid` elements exist, `step` apart; zeros for the others.
+    // Copy 16 bytes of elements that are `step` apart.  The first `valid` ones exist, the others become zeros.
     template <class S>
     static __device__ __forceinline__ void fetch_chunk(S* to, const S* from, long long step, int vector, int valid) {
         constexpr int COUNT = 16 / sizeof(S), SMALL = SMALL_VECTOR<S>;
         if (vector == 16) {
             copy_async<16>(to, from, valid > 0);
         } else if (vector == SMALL) {
-#pragma unroll 1  // not to stand in the way of the others
+#pragma unroll 1  // not unrolled, so that it does not slow down the other cases
             for (int e = 0; e < COUNT; e += SMALL / sizeof(S)) copy_async<SMALL>(to + e, from + e, e < valid);
         } else {
 #pragma unroll
@@ -89,7 +90,7 @@ struct RecurrentTile {
         }
     }
 
-    // The sums of a pair: of all warps that share its products, of which part_of(k) is the part of the k-th.
+    // Add a pair's sums from the K_WARPS warps that share its products to `total`.  part_of(k) is warp k's part.
     template <class F>
     static __device__ __forceinline__ void add_parts(F part_of, A (&total)[GATE_COUNT]) {
 #pragma unroll
@@ -128,18 +129,18 @@ struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
     __device__ __forceinline__ StreamedTile(int d, int n_first, int u_first, const RecurrentParams& params)
         : Base{d, n_first, u_first, params} {}
 
-    // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
+    // Multiply R by `rows`, or by h0 if they are null.  Then call f(i, sums) for each pair of the thread.
     template <class F> __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, F f) const {
         multiply(shared, rows, params.h0, params.weight, params.weight_vector, params.hidden, f);
     }
 
-    // The input weight's product with the inputs of the one step.
+    // Multiply the input weight by the inputs of the single step.
     template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
         multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_vector, params.inputs, f);
     }
 
   private:
-    // A K-slab of the left operand: rows of sums, or where there are none, an array of T.
+    // Copy a K-slab of the left operand: from `rows` of type A, or, if they are null, from `array` of type T.
     __device__ __forceinline__ void fetch_state(
         A* to, const A* rows, const Strided& array, int length, int k_first) const {
         constexpr int STATE_CHUNK = Base::STATE_CHUNK, CHUNKS = K / STATE_CHUNK;
@@ -176,7 +177,7 @@ struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
 #pragma unroll 1
         for (int i = 0; i < slabs; ++i) {
             wait_for_copies<STAGES - 2>();
-            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+            __syncthreads();  // all copies of slab i have arrived, and slab i - 1 has been used
             if (i + STAGES - 1 < slabs) fetch(i + STAGES - 1);
             commit_copies();
             const Stage& stage = shared.stage[i % STAGES];
@@ -190,7 +191,7 @@ struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
             shared.partial[k_warp * PAIRS + this->pair_of(n, unit_warp * 8 + u)] = this->packed(sum);
         });
         __syncthreads();
-#pragma unroll 1  // one pair's loads wait for the stores of the one before in any case
+#pragma unroll 1  // the loads of a pair wait for the previous pair's stores in any case
         for (int i = 0; i < Base::PAIRS_PER_THREAD; ++i) {
             A total[GATE_COUNT] = {};
             const auto part_of = [&](int k) { return shared.partial[k * PAIRS + this->pair(i)]; };
@@ -209,7 +210,7 @@ struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
     static constexpr int STAGES = 4, STATE_PITCH = STEP + Products::STATE_PAD;
     static_assert(Base::UNIT_WARPS == 1 && Base::PAIRS_PER_THREAD == 1, "what a warp fetches, it alone multiplies");
 
-    union OfWarp {  // its part of h, then of the sums
+    union OfWarp {  // its part of h, later its part of the sums
         alignas(16) A state[STAGES][ROWS * STATE_PITCH];
         Sums partial[PAIRS];
     };
@@ -218,7 +219,7 @@ struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
     __device__ __forceinline__ ResidentTile(int d, int u_first, const RecurrentParams& params)
         : Base{d, 0, u_first, params} {}
 
-    // Go on with the tile of these samples.
+    // Switch to the tile of samples that begins with n_first.
     __device__ __forceinline__ void move_to(int n_first) {
         this->n_first = n_first;
 #pragma unroll
@@ -230,8 +231,9 @@ struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
         }
     }
 
-    // The sums of the thread's pair.  `weight` is R's rows as fetch_weight has put them, `pitch` apart; the rows of h are
-    // there when `wait` returns.  Before the next call the block has to meet: others may still read this warp's sums.
+    // Compute the sums of the thread's pair.  `weight` points to the rows of R as fetch_weight has stored them, `pitch`
+    // apart.  The rows of h are ready when `wait` returns.  The block has to synchronize before the next call, since
+    // other warps may still read this warp's sums.
     template <class F>
     __device__ __forceinline__ void multiply(
         Shared& shared, const A* rows, const T* weight, int pitch, A (&total)[GATE_COUNT], F wait) const {
@@ -262,11 +264,11 @@ struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
     }
 
   private:
-    // Of every slab a lane fetches the same 16 bytes in each PASS_ROWS-th row.
+    // In every slab, a lane fetches the same 16 bytes of every PASS_ROWS-th row.
     static constexpr int CHUNKS = STEP / Base::STATE_CHUNK, PASS_ROWS = WARP / CHUNKS;
     static constexpr int PASSES = (ROWS + PASS_ROWS - 1) / PASS_ROWS;
     long long from[PASSES];
-    int length[PASSES];  // elements from there on, in the first slab and behind
+    int length[PASSES];  // elements from there to the end of the row
 
     static __device__ __forceinline__ int row() { return lane_index() / CHUNKS; }
     static __device__ __forceinline__ int chunk() { return lane_index() % CHUNKS * Base::STATE_CHUNK; }

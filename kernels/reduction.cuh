@@ -1,4 +1,4 @@
-// How the sum over inputs, taps and channels is cut into slabs that tiles of a GEMM can step through.
+// How the sum over inputs, taps and channels is cut into slabs, which a tiled GEMM steps through.
 //
 //     K = (run, block, tap, channel)       a run: what one group reads of one input; a block: a slab's worth of channels
 //
@@ -9,30 +9,30 @@
 //      \____/                                    \_______/              0: zeros up to a whole number of slabs
 //      a K-slab                                  a K-slab
 //
-// A slab never spans two inputs, so that the source is chosen once per slab, and a K-chunk never two taps, so that
-// the window is worked out once per K-chunk.  Taps follow each other within a block, so that what windows share is
-// read again while it is in the L1 cache: a block at a tile's pixels and their neighbours is a few KiB.  Without
-// neighbours, a kernel of one tap, a run is one block.
+// A slab never spans two inputs, so the source is chosen once per slab.  A K-chunk never spans two taps, so the window
+// position is computed once per K-chunk.  The taps of a block follow each other, so that elements shared by windows are
+// read again while they are in the L1 cache: a block at a tile's pixels and their neighbours is a few KiB.  A kernel of
+// one tap reads no neighbours; there a run is one block.
 #pragma once
 #include "image.cuh"
 
 namespace cupyconv {
 
-// Convolutions of one grid: as many phases as a transposed convolution of stride 2 has along three axes.
+// Maximum number of convolutions of a grid: the phases of a transposed convolution of stride 2 along three axes.
 constexpr int MAX_PHASES = 8;
 
-// Channels of the block that begins with `left` channels of a run to come.
+// Channels of the next block, if `left` channels of its run remain.
 __device__ __forceinline__ int block_channels(const int (&kernel)[3], int left, int slab) {
     return product_of(kernel) > 1 ? min(left, slab) : left;
 }
 
 struct Run {
-    int source = -1;      // index in the table
-    int first, channels;  // of that source
-    int padded;           // channels, up to whole K-chunks
+    int source = -1;      // index in the table of sources
+    int first, channels;  // channels of that source
+    int padded;           // `channels`, rounded up to whole K-chunks
     int slabs;
 
-    // Step to the next run of the group that reads channels c_first ... c_end - 1; false after the last.
+    // Go to the next run of the group that reads channels c_first ... c_end - 1.  Returns false after the last run.
     __device__ bool next(const Sources& sources, int c_first, int c_end, int taps, int k_chunk, int slab) {
         while (++source < sources.count) {
             const Source& s = sources.table[source];

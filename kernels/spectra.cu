@@ -1,16 +1,16 @@
-// Products of spectra, frequency by frequency, added over the channels of a group that one of several inputs has.
+// Products of spectra at each frequency, added over the channels that one of several inputs has in a group.
 //
-//     y[u, o, f] = [y[u, o, f] +] sum_c x[u, c, f] * weight[o, first + c - g * group_channels, f]      g = o / group_outputs
+//     y[u, o, f] = [y[u, o, f] +] sum_c x[u, c, f] * weight[o, first + c - g * group_channels, f]
 //
-//     M = (u, o)      N = f (frequencies)      K = c
+//     M = (u, o)      N = f (frequencies)      K = c          g = o / group_outputs
 //
 //     x      [u, c | f f f f ....]     each element times
-//     weight [o, c | f f f f ....]     the one below it; a thread has one f of one row
+//     weight [o, c | f f f f ....]     the one below it; a thread computes one f of one row
 //     y      [u, o | f f f f ....]
 //
-// The inputs come one after the other; what the ones before have added is there where a group began before `first`.
-// For few channels: with many of them each frequency is a matrix product, and cuBLAS does them all.
-// Bound by memory.  Floor: (x + weight + y) once over the bandwidth; x comes again for each output, most often from L2.
+// There is one launch per input.  If a group begins before `first`, its sums of the previous inputs are already in y.
+// The kernel is for few channels.  With many, each frequency is a matrix product, and cuBLAS computes them all.
+// Bound by memory.  Floor: (x + weight + y) once over the bandwidth.  Each output reads x again, mostly from L2.
 //
 // -D: DTYPE (complex64 or complex128)
 #include "image.cuh"
@@ -21,7 +21,7 @@ struct SpectraParams {
     const void *x, *weight;  // (units, channels, frequencies) and (outputs, group_channels, frequencies)
     void* y;                 // (units, outputs, frequencies)
     long long frequencies, units;
-    int first, channels;  // of the input, counted through all inputs
+    int first, channels;  // of the input; `first` counts the channels of all inputs
     int groups, group_channels, group_outputs;
 };
 

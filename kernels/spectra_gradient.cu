@@ -1,16 +1,16 @@
-// Products of spectra for the gradient of a weight, frequency by frequency, added over the units.
+// Products of spectra at each frequency for the gradient of a weight, added over the units.
 //
 //     y[part, o, c, f] = [y[part, o, c, f] +] sum over the part's u of conj(grad[u, o, f]) * x[u, c, f]
 //
 //     M = (o, c of the group's channels that the input has)      N = f (frequencies)      K = u, cut into parts
 //
 //     grad [u, o | f f f f ....]     each element, conjugated, times
-//     x    [u, c | f f f f ....]     the one below it; a thread has one f of one row and goes from unit to unit
+//     x    [u, c | f f f f ....]     the one below it; a thread computes one f of one row and loops over the units
 //     y    [o, c | f f f f ....]
 //
-// The inputs come one after the other, each with rows of its own.  Chunks of units add to the same rows.
-// For few channels: with many of them each frequency is a matrix product, and cuBLAS does them all.
-// Bound by memory.  Floor: (grad + x + y) once over the bandwidth; grad and x come again for each row, most often from L2.
+// There is one launch per input, each with rows of its own.  Chunks of units add to the same rows.  The kernel is for
+// few channels.  With many channels, each frequency is a matrix product, and cuBLAS computes them all.
+// Bound by memory.  Floor: (grad + x + y) once over the bandwidth.  Each row reads grad and x again, mostly from L2.
 //
 // -D: DTYPE (complex64 or complex128)
 #include "image.cuh"
@@ -21,9 +21,9 @@ struct SpectraGradientParams {
     const void *grad, *x;  // (units, outputs, frequencies) and (units, channels, frequencies)
     void* y;               // (parts, outputs, group_channels, frequencies)
     long long frequencies, units, units_per_part;
-    int first, channels;  // of the input, counted through all inputs
+    int first, channels;  // of the input; `first` counts the channels of all inputs
     int groups, group_channels, group_outputs;
-    int adds;  // 0: these are the first units
+    int adds;  // 0 for the first chunk of units
 };
 
 }  // namespace cupyconv

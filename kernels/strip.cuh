@@ -1,17 +1,17 @@
-// A strip of output pixels, one above the other, whose windows share what they read: where that lies in a plane.
+// A strip of output pixels, one above the other, whose windows share elements: the offsets of these in a plane.
 //
-//     row 0     ░ ░ ░        KERNEL columns, and (ROWS - 1) * STRIDE + KERNEL rows of them: an element's offset is the
-//     row 1     ░ ░ ░        sum of its row's and its column's, and negative where either is outside
+//     row 0     ░ ░ ░        KERNEL columns, and (ROWS - 1) * STRIDE + KERNEL rows of them: the offset of an element
+//     row 1     ░ ░ ░        is the sum of its row's and its column's, and negative if either is outside
 //     ...
 #pragma once
 #include "image.cuh"
 
 namespace cupyconv {
 
-constexpr int OUTSIDE = -(1 << 30);  // added to any offset of a plane, or to itself, it stays below 0
+constexpr int OUTSIDE = -(1 << 30);  // stays negative if added to any offset of a plane, or to itself
 
-// Where COUNT taps of a window that begins at `first` lie along an axis, in bytes: what 64-bit addresses take least
-// arithmetic to reach.
+// Byte offsets along an axis of COUNT taps of a window that begins at `first`.  From these, a 64-bit address needs the
+// least arithmetic.
 template <class T, int COUNT>
 __device__ __forceinline__ void offsets(int (&at)[COUNT], int first, int size, long long stride, int mode) {
     const int step = int(stride) * int(sizeof(T));

@@ -1,21 +1,23 @@
-// Tiles for transforms: boxes that overlap, cut out of an image; what padding is, the index map says.
+// Tiles for transforms: overlapping boxes that are cut out of an image.  An index map supplies the padding.
 //
 //     tiles[u, c, t] = scale * x[n, c, tile * stride - before + t]        u = (n, tile)
 //
-//     no M, no K: a copy.      N = (u, t), several channels c a thread
+//     no M, no K: a copy.      N = (u, t), several channels c per thread
 //
 //     x [n, c]   . a b c d e f g .        tiles   u=0   . a b c d       of 5 elements, 3 apart, before 1
 //                                                 u=1   c d e f g
 //
-// A kernel is one tile, as long as those of the image: where `dilation` passes 1, its elements lie that far apart, and
-// what lies between and behind them is zeros.  So are the gradients of a tile's windows, a stride apart: `read` of them
-// along each axis, those that follow are the next tile's.
+// A kernel is one tile, as long as a tile of the image.  If `dilation` exceeds 1, its elements are that far apart, with
+// zeros between and behind them.  The same holds for the gradients of a tile's windows, which are a stride apart: a
+// tile has `read` of them along each axis, and those that follow belong to the next tile.
 //
-// Neighbouring threads take neighbouring elements or, where channels lie side by side in tiles, channel_lanes of them
-// take neighbouring channels.  Where an element lies in x is worked out once for all channels of a thread.
-// Bound by memory, and for one channel by these divisions.  Floor: each element read and written over the bandwidth.
+// Neighbouring threads process neighbouring elements.  If channels are contiguous in the tiles, channel_lanes
+// neighbouring threads process neighbouring channels instead.  The position of an element in x is computed once for all
+// channels of a thread.
+// Bound by memory, and for one channel by the divisions of that position.
+// Floor: each element read and written over the bandwidth.
 //
-// -D: DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: what these are summed in, or complex beside real ones),
+// -D: DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: the type of their sums, or complex with real inputs),
 //     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
@@ -24,14 +26,14 @@ namespace cupyconv {
 
 struct TilesParams {
     Image x;
-    Windows windows;  // a window is a tile: `kernel` is its size, `out` how many there are, `stride` how far apart
+    Windows windows;  // a window is a tile: `kernel` is its size, `out` the number of tiles, `stride` their distance
     Prologue prologue;
     void* tiles;
     long long stride_u, stride_c, stride_t;
-    long long first_unit;  // the chunk: units first_unit ..., numbered through all samples
+    long long first_unit;  // first unit of the chunk; units are numbered through all samples
     double scale;
     int read[3];
-    int units, channels, channel_lanes;  // units * elements of a tile stay below 2^31
+    int units, channels, channel_lanes;  // units * elements of a tile are below 2^31
 };
 
 }  // namespace cupyconv

@@ -6,18 +6,17 @@
 //
 //     M = c (channels of a group, TILE per thread)    N = i (elements)    K = (t, o)
 //
-//     one thread          x  [. p p .]        the windows that read one element, and every channel there
+//     one thread          x  [. p p .]        the windows that read one element, and all channels of x there
 //                            [. p p .]
 //                               |
 //                         y     i             TILE channels of one group at this element
 //
-// A gather: each sum has one owner and one order.  Windows are worked out once for every channel of a source.
-// Bound by loads from the cache: the method of last resort,
-// for what needs no columns or cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate,
-// which it does not come near.
+// It is a gather: each sum has one owner and a fixed order.  The windows are computed once for all channels of a
+// source.  Bound by loads from the cache: this is the method of last resort, for convolutions that need no columns or
+// cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate, which it does not come near.
 //
-// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of x, weight, result; X or W may be real beside a complex Y), TILE,
-//     FOLDS (1 where padding repeats elements, 0 where it is zeros)
+// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of x, weight, result; X or W may be real with a complex Y), TILE,
+//     FOLDS (1 if padding repeats elements, 0 if it is zeros)
 #include "adjoint.cuh"
 #include "epilogue.cuh"
 
@@ -27,13 +26,13 @@ struct TransposedParams {
     Sources sources;
     Windows windows;
     Adjoint adjoint;
-    Image weight;  // n is the channel of x, c that of the result within its group
+    Image weight;  // n is the channel of x, c the channel of the result within its group
     Image out;
     Epilogue epilogue;
     long long batch;
     int groups, group_channels, group_outputs;
-    int first, channels;  // the result's part of all channels
-    int conjugated;       // whether the weight is
+    int first, channels;  // first channel and number of channels of this result
+    int conjugated;       // whether the weight is conjugated
 };
 
 }  // namespace cupyconv
@@ -49,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) transposed(const __grid_
     const Windows& windows = params.windows;
     const Image& weight = params.weight;
     const long long elements = product_of(windows.size);
-    const int tiles = (params.group_channels + TILE - 1) / TILE;  // of one group
+    const int tiles = (params.group_channels + TILE - 1) / TILE;  // per group
     const long long shares = params.batch * elements;
     const int g_first = params.first / params.group_channels;
     const int g_end = (params.first + params.channels - 1) / params.group_channels + 1;

@@ -1,8 +1,8 @@
-// A warp's part of a matrix product, sums in registers: one class for CUDA cores, one for tensor cores.
+// A warp's part of a matrix product, with the sums in registers.  There is one class per arithmetic.
 //
 //     sum[m, j] += sum_k  weight[m, k] * x[k, j]        ROWS x COLUMNS sums per warp, one K-slab per call
 //
-//            j ->                          both tiles lie in shared memory:
+//            j ->                          both tiles are in shared memory:
 //        m  +-------------+                weight   [k][m]  for CUDA cores, which read along m
 //        ↓  |    lane's   |                         [m][k]  for tensor cores, which read along k; WEIGHT_ALONG_M: [k][m]
 //           |   ##  ##    |                x        [k][j]  or, chunked, [j][k]
@@ -19,10 +19,10 @@
 
 namespace cupyconv {
 
-// Bytes of a K-slab of one row of either matrix: four 16-byte chunks.
+// Bytes of a K-slab in one row of either matrix: four 16-byte chunks.
 constexpr int SLAB_BYTES = 64;
 
-// A lane's part of the sums of fragments (tensor_core.cuh), of 16 x 8: calls f(m, j, sum).
+// Calls f(m, j, sum) for each of the lane's sums in fragments of 16 x 8 (tensor_core.cuh).
 template <class S, int R, int C, class F>
 __device__ __forceinline__ void for_each_sum(const S (&sum)[R][C][4], F f) {
     const int row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_sum(const S (&sum)[R][C][4], F f) {
 
 // ---- CUDA cores: an outer product of registers per step of K ----------------------------------------------------
 
-template <class T, int M, int J>  // of the block's tile
+template <class T, int M, int J>  // M x J is the block's tile
 struct CudaCores {
     static constexpr bool PREFERS_CHUNKS = false;
     static constexpr int K = SLAB_BYTES / sizeof(T);
@@ -46,7 +46,7 @@ struct CudaCores {
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
-        // 8 x 4 lanes, or 4 x 8; each reads its rows and columns in vectors of 16 bytes.
+        // The lanes are 8 x 4 or 4 x 8.  Each reads its rows and columns in vectors of 16 bytes.
         static constexpr int HIGH = ROWS / 8, WIDE = 32 / HIGH, VECTOR = 16 / sizeof(T);
         static constexpr int ITS_ROWS = ROWS / HIGH, ITS_COLUMNS = COLUMNS / WIDE;
         const int m_, j_;
@@ -95,8 +95,9 @@ struct CudaCores {
 
 // ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K ----------------------------------------
 
-// Both operands' fragments of a step of K, as registers.  A lane keeps where its own of row m, or column j, lie at k = 0;
-// all others are an exclusive or away along a tile's rows, as their chunks are ordered by one too, and whole rows down.
+// The fragments of both operands for one step of K, in registers.  A lane stores the tile index of its own element of
+// row m, and of column j, at k = 0.  Along a row of the tile, an exclusive or gives all other indices, because one
+// orders the chunks (shared_tile.cuh).  Down a column, they are whole rows apart.
 template <class T, class WeightTile, class ImageTile, bool CHUNKED, bool WEIGHT_ALONG_M>
 class Fragments {
 public:
@@ -111,13 +112,13 @@ public:
         image_ = CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
                  : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
                               : ImageTile::index(lane % 4, j + lane / 4);
-        if (!TRANSPOSED || WEIGHT_ALONG_M) {  // else they are worked out again: held K-chunks leave no registers for them
+        if (!TRANSPOSED || WEIGHT_ALONG_M) {  // otherwise they are recomputed: held K-chunks leave no registers for them
             weight_ = opaque(weight_);
             image_ = opaque(image_);
         }
     }
 
-    // 16 rows of the weight, from m + `rows` on.
+    // Load 16 rows of the weight, from m + `rows` on.
     __device__ __forceinline__ void load_weight(unsigned (&a)[4], const T* tile, int rows, int k) const {
         if constexpr (!WEIGHT_ALONG_M) {
             load_matrices(a, tile + (weight_ ^ k) + rows * WeightTile::COLUMNS);
@@ -130,7 +131,7 @@ public:
         }
     }
 
-    // 16 columns of the image, from j + `columns` on, as two fragments.
+    // Load 16 columns of the image, from j + `columns` on, as two fragments.
     __device__ __forceinline__ void load_image(unsigned (&b)[2][2], const T* tile, int columns, int k) const {
         if constexpr (CHUNKED || TRANSPOSED) {
             unsigned four[4];
@@ -152,8 +153,8 @@ private:
     int weight_, image_;
 };
 
-// TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.  WEIGHT_PARTS: numbers for each element of
-// the weight; a row of a slab has all first ones, then all second ones.
+// TAG is the operand type of the instruction: float16, bfloat16 or tf32.  WEIGHT_PARTS is the number of parts that an
+// element of the weight is stored in: a row of a slab has all first parts, then all second parts.
 template <class T, class TAG, int M, int J, bool WEIGHT_ALONG_M = false, int WEIGHT_PARTS = 1>
 struct TensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
@@ -173,7 +174,7 @@ struct TensorCores {
         __device__ __forceinline__ WarpTile(int m, int j) : fragments(m, j) {}
 
         __device__ __forceinline__ void multiply(const T* weight, const T* x) {
-#pragma unroll F::TRANSPOSED && M > 64 && !WEIGHT_ALONG_M ? 1 : K / F::STEP  // beside a held K-chunk there are no registers for two steps
+#pragma unroll F::TRANSPOSED && M > 64 && !WEIGHT_ALONG_M ? 1 : K / F::STEP  // a held K-chunk leaves no registers for two steps
             for (int k = 0; k < K; k += F::STEP) {
                 unsigned b[COLUMNS / 16][2][2];
 #pragma unroll
@@ -186,7 +187,7 @@ struct TensorCores {
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4];
                     fragments.load_weight(a, weight, r * 16, k);
-                    if (WEIGHT_ALONG_M) as_operands(a);  // nothing has packed it
+                    if (WEIGHT_ALONG_M) as_operands(a);  // it was not packed, so it is not rounded yet
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
                 }
@@ -196,8 +197,8 @@ struct TensorCores {
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 
-    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.  The weight comes
-    // rounded (pack_weight.cu).
+    // Round float32 to TF32: the instruction by itself would truncate, with all errors towards zero.  A packed weight
+    // is already rounded (pack_weight.cu).
     template <int COUNT>
     static __device__ __forceinline__ void as_operands(unsigned (&fragment)[COUNT]) {
         if constexpr (sizeof(T) == 4)
@@ -206,8 +207,9 @@ struct TensorCores {
     }
 };
 
-// float32 by three products of its parts (tf32_split.cuh).  The weight of a large tile was packed in its parts, high and low:
-// four warps would split each element.  In a small tile two do, which takes less than twice the bytes take of L2.
+// float32 as three products of its parts (tf32_split.cuh).  The weight of a large tile is packed in two parts, high and
+// low, because four warps would otherwise split each element.  In a small tile only two warps do, which costs less than
+// loading twice the bytes from L2.
 template <int M, bool WEIGHT_ALONG_M>
 constexpr int SPLIT_WEIGHT_PARTS = M > 64 && !WEIGHT_ALONG_M ? 2 : 1;
 
@@ -279,7 +281,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT
     };
 };
 
-// float64: fragments of 16 x 4 and 4 x 8, two elements a lane and one.
+// float64: fragments of 16 x 4 and 4 x 8, which are two elements and one per lane.
 template <int M, int J, bool WEIGHT_ALONG_M>
 struct DoubleTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
@@ -291,7 +293,7 @@ struct DoubleTensorCores {
     template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
         using Tile = ImageTile<CHUNKED>;
-        int weight_, image_;  // where the lane's elements of row m, and of column j, lie at k = 0: as in Fragments
+        int weight_, image_;  // tile indices of the lane's elements of row m and column j at k = 0, see Fragments
         double sum[ROWS / 16][COLUMNS / 8][4] = {};
 
         __device__ __forceinline__ WarpTile(int m, int j) {
@@ -320,7 +322,7 @@ struct DoubleTensorCores {
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
 
     private:
-        // So many rows or columns, and so many steps of K, from a lane's first element.
+        // Index of the element that is `across` rows or columns, and `k` along K, from a lane's first element.
         template <class Its, bool ALONG_K>
         static __device__ __forceinline__ int place(int first, int across, int k) {
             return ALONG_K ? (first ^ k) + across * Its::COLUMNS : (first ^ across) + k * Its::COLUMNS;
@@ -328,9 +330,10 @@ struct DoubleTensorCores {
     };
 };
 
-// ---- by name -----------------------------------------------------------------------------------------------------
+// ---- choice of an arithmetic ---------------------------------------------------------------------------------------
 
-// Of a block's tile; WEIGHT_ALONG_M says how its weight lies: CUDA cores have no choice, doubles have the other one.
+// The class for a block's tile of M x J.  WEIGHT_ALONG_M is the layout of its weight: CUDA cores have only [k][m];
+// complex64 on tensor cores has only [m][k].
 template <class T, int KIND, int M, int J, bool WEIGHT_ALONG_M = KIND == FMA> struct ArithmeticOf;
 template <class T, int M, int J> struct ArithmeticOf<T, FMA, M, J, true> { using type = CudaCores<T, M, J>; };
 template <class T, int M, int J, bool ALONG_M>

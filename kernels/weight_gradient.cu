@@ -5,16 +5,16 @@
 //
 //     M = o (OUTPUTS of a group)    N = (c, t) (ROWS of a group's rows)    K = (n, p), cut into parts
 //
-//     grad [o] ....pppppppp....        a block: one tile of M x N and one part of K; threads run along p
-//     x  [c,t] ....tttttttt....        and each keeps the whole tile's sums, which the block adds up at last
+//     grad [o] ....pppppppp....        a block: one tile of M x N and one part of K; its threads run along p, each
+//     x  [c,t] ....tttttttt....        with the sums of the whole tile, which the block adds at the end
 //                   |      |
-//     sums [part] [o x (c, t)]         the epilogue kernel adds the parts, in their order: no atomics
+//     sums [part] [o x (c, t)]         the epilogue kernel adds the parts in a fixed order: no atomics
 //
-// Bound by index arithmetic, which OUTPUTS products share, and by loads: `grad` is read once for every ROWS rows, an
-// input once for every OUTPUTS outputs, by blocks that run side by side.  For few channels, depthwise kernels, and
-// where there is no memory for columns.  Floor: `grad` and the inputs once over the bandwidth.
+// Bound by index arithmetic, which OUTPUTS products share, and by loads.  Blocks that run side by side read `grad` once
+// per ROWS rows, and an input once per OUTPUTS outputs.  It is for few channels, for depthwise kernels, and for
+// convolutions without memory for columns.  Floor: `grad` and the inputs once over the bandwidth.
 //
-// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real beside a complex Y), OUTPUTS,
+// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real with a complex Y), OUTPUTS,
 //     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
@@ -28,7 +28,7 @@ struct WeightGradientParams {
     Image grad;
     void* sums;                        // (parts, outputs, rows) in C order, in the accumulator's type
     long long plane, batch;            // plane: elements of a part of `sums`
-    long long pixels_per_part;         // pixels of all samples, numbered as one
+    long long pixels_per_part;         // pixels are numbered through all samples
     int groups, group_channels, group_outputs;
 };
 
@@ -51,7 +51,7 @@ using G = G_DTYPE;
 using A = Accumulator<Y_DTYPE>;
 constexpr int ROWS = 4, MAX_BLOCK = 128, WARPS = MAX_BLOCK / WARP;
 
-// Where one row of columns comes from; no data where the tile is wider than what is left of the rows.
+// The elements of an input that form one row of columns.  `data` is null beyond the last row.
 struct Row {
     const X* data;
     long long stride_n, stride[3], offset[3];
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
         const int g = tile / tiles_n / tiles_m;
         const long long o = (long long)g * params.group_outputs + first_output;
 
-        __syncthreads();  // the last tile's rows and sums have been read
+        __syncthreads();  // the rows and sums of the previous tile have been read
         if (threadIdx.x < ROWS) {
             Row row = {};
             const int r = first_row + threadIdx.x;

@@ -1,15 +1,15 @@
-// A convolution over a tile of an image that lies in shared memory: windows are read where they lie, not as columns.
+// A convolution over a tile of an image in shared memory.  Windows are read in place, without columns.
 //
 //     sum[m, p] += sum_{t, k}  weight[t, m, k] * tile[base(p) + offset(t), k]
 //
-//     tile       pixel 0   [k k k k .. k | . .]      CHUNK contiguous channels of a pixel, 64 bytes, and 16 more that
-//                pixel 1   [k k k k .. k | . .]      keep neighbouring pixels in different banks: eight of them are
-//                 ...                                read at once without conflict, 16 bytes of each
+//     tile       pixel 0   [k k k k .. k | . .]      CHUNK contiguous channels of a pixel, 64 bytes, and 16 bytes of
+//                pixel 1   [k k k k .. k | . .]      padding, which put neighbouring pixels in different banks: eight
+//                 ...                                are read at once without conflict, 16 bytes of each
 //
-//     base(p)    where the window of p begins, in elements; offset(t): from there to a tap
+//     base(p)    where the window of p begins, in elements; offset(t): from there to tap t
 //
-// Stride and dilation are in `base` and `offset` only.  Pixels are dealt to warps in groups of a few each, so that a
-// tile of fewer pixels leaves out whole groups; rows (m) likewise.
+// Only `base` and `offset` depend on stride and dilation.  Warps share the pixels in small groups, so that a tile of
+// fewer pixels skips whole groups.  Rows (m) are skipped likewise.
 #pragma once
 #include "image.cuh"
 #include "tensor_core.cuh"
@@ -31,7 +31,7 @@ struct Box {
     __device__ __forceinline__ void at(int pixel, int (&place)[3]) const { tap_at(pixel, size, place); }
 };
 
-// Where the window of a pixel of `outer` begins in `inner`, in pixels.
+// The pixel of `inner` where the window of `pixel` of `outer` begins.
 __device__ __forceinline__ int window_base(int pixel, const Box& outer, const Box& inner, const int (&stride)[3]) {
     int at[3];
     outer.at(pixel, at);
@@ -51,20 +51,20 @@ template <class F> __device__ __forceinline__ void for_each_tap(const Windows& w
         }
 }
 
-// ---- every channel with every other: sums in registers, ROWS x PIXELS of them per block -----------------------------
+// ---- dense: every channel with every other, ROWS x PIXELS sums per block in registers ------------------------------
 
-// On CUDA cores: a lane has every eighth pixel and every fourth vector of rows.
+// On CUDA cores.  A lane has every eighth pixel and every fourth vector of rows of its warp.
 template <class T, int ROWS_, int PIXELS>
 class TileSums {
     using Tile = WindowTile<T>;
     static constexpr int VECTOR = Tile::VECTOR, ITS_ROWS = ROWS_ / 4;
 
 public:
-    static constexpr int ROWS = ROWS_, STEP = VECTOR;   // of K: `depth` is a multiple of it
+    static constexpr int ROWS = ROWS_, STEP = VECTOR;   // channels per step: `depth` is a multiple of it
     static constexpr int WEIGHTS = Tile::CHUNK * ROWS;  // elements per tap
     static __device__ __forceinline__ int weight_index(int m, int k) { return k * ROWS + m; }
 
-    // Every sum of row m as start(m).
+    // Set every sum of row m to start(m).
     template <class F> __device__ __forceinline__ void begin(F start) {
         const int lane = opaque(lane_index());
 #pragma unroll
@@ -75,7 +75,7 @@ public:
         }
     }
 
-    // Before products: where the windows of the lane's pixels begin, from a table of PIXELS bases.
+    // Called before the products: looks up where the windows of the lane's pixels begin, in a table of PIXELS entries.
     __device__ __forceinline__ void aim(const int* base, int pixels) {
         const int lane = opaque(lane_index());
         groups_ = (pixels + GROUP - 1) / GROUP;
@@ -83,7 +83,7 @@ public:
         for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j, lane)] * Tile::PITCH;
     }
 
-    // One tap: `tile` begins at its offset, and of its channels `depth` take part.
+    // Accumulate one tap.  `tile` begins at the tap's offset, and `depth` of its channels take part.
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
         const int lane = lane_index();
 #pragma unroll 1
@@ -122,7 +122,7 @@ public:
         for (int i = 0; i < ITS_ROWS; ++i) activation.apply(sum_[i]);
     }
 
-    // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
+    // Round the sums into a tile of `pixels` pixels, as its channels.  Zero is stored where keep(m, pixel) is false.
     template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
         const int lane = opaque(lane_index());
 #pragma unroll
@@ -153,14 +153,14 @@ private:
     int at_[GROUPS], groups_;
 };
 
-// On tensor cores: 16 rows and 16 pixels of a warp at a time, fragments loaded straight from the pixels' rows.  float32 is
-// rounded to TF32 as it is loaded, or split (tf32_split.cuh): then a tap's products are added up apart.
+// On tensor cores.  A warp multiplies 16 rows by 16 pixels at a time, with fragments loaded straight from the tile.
+// float32 is rounded to TF32 as it is loaded, or split (tf32_split.cuh): then the products of a tap are summed apart.
 template <class T, int ARITHMETIC_KIND, int ROWS_, int PIXELS>
 class MatrixTileSums {
     using Tile = WindowTile<T>;
 
 public:
-    static constexpr int ROWS = ROWS_, STEP = 32 / sizeof(T);  // of K: one instruction
+    static constexpr int ROWS = ROWS_, STEP = 32 / sizeof(T);  // channels per instruction
     static constexpr int WEIGHTS = ROWS * Tile::PITCH;
     static __device__ __forceinline__ int weight_index(int m, int k) { return m * Tile::PITCH + k; }
 
@@ -187,7 +187,7 @@ public:
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
         if constexpr (ARITHMETIC_KIND == TF32X3) {
 #pragma unroll
-            for (int i = 0; i < ROWS / 16; ++i) {  // registers hold so many sums twice
+            for (int i = 0; i < ROWS / 16; ++i) {  // 16 rows at a time: registers hold their sums twice
                 if (i * 16 >= rows) break;
                 add_apart<1>(sum_ + i, [&](auto checked, auto& partial) {
                     add_split_products<decltype(checked)::value>(
@@ -232,7 +232,7 @@ private:
 
     static __device__ __forceinline__ int first_pixel(int j) { return (j * TILE_WARPS + warp_index()) * 16; }
 
-    // As the instruction takes it, or rounded to that.
+    // A fragment as the instruction reads it: rounded if it has to be TF32.
     template <int COUNT> struct Fragment {
         unsigned bits[COUNT];
 
@@ -277,7 +277,7 @@ private:
         }
     }
 
-    // Of 16 rows; parts of one group's pixels at a time, as registers allow.
+    // Accumulate 16 rows.  The split parts of one group of pixels at a time are in registers.
     template <bool CHECKED>
     __device__ __forceinline__ void add_split_products(
         float (*sum)[GROUPS * 2][4], const T* tile, const T* weight, int depth) const {
@@ -314,16 +314,16 @@ template <class T, int ROWS, int PIXELS> struct TileSumsOf<T, FMA, ROWS, PIXELS>
     using type = TileSums<T, ROWS, PIXELS>;
 };
 
-// ---- every channel by itself ----------------------------------------------------------------------------------------
+// ---- depthwise: every channel by itself ----------------------------------------------------------------------------
 
-// Calls f(pixel, k, sums) for VECTOR channels from k on of each pixel of the block's, sums of [t][k] weights.
+// Calls f(pixel, k, sums) for each pixel of the tile and each VECTOR channels from k on.  `weight` is [t][k].
 template <class T, class F>
 __device__ __forceinline__ void convolve_each(
     const T* tile, const Accumulator<T>* weight, const Windows& windows, const Box& inner, const int* base, int pixels,
     int channels, F f) {
     using Tile = WindowTile<T>;
     constexpr int VECTOR = Tile::VECTOR;
-    const int rows = (pixels + WARP - 1) / WARP * WARP;  // neighbouring threads take neighbouring pixels
+    const int rows = (pixels + WARP - 1) / WARP * WARP;  // neighbouring threads process neighbouring pixels
 #pragma unroll 1
     for (int u = threadIdx.x; u < (channels + VECTOR - 1) / VECTOR * rows; u += TILE_THREADS) {
         const int k = u / rows * VECTOR, pixel = u % rows;

@@ -1,15 +1,16 @@
-"""What every test may use: the `target` arrays live on, and how runs are kept honest.
+"""Fixtures for every test: the `target` that arrays are stored on, and options of a run.
 
-A target is one array library on one device: NumPy, the CUDA backend on the host device, and CuPy on a
-GPU.  The same test body runs on all three.  Where a target is missing its tests skip, with the reason;
-``CUPYCONV_REQUIRE_HOST_DEVICE=1``, ``CUPYCONV_REQUIRE_NVRTC=1`` and ``CUPYCONV_REQUIRE_GPU=1`` turn such a
-skip into a failure.
+A target is one array library on one device: NumPy, the CUDA backend on the host device, and CuPy on a GPU.  The same
+test body runs on all three.  If a target is missing, its tests skip with the reason.  The variables
+``CUPYCONV_REQUIRE_HOST_DEVICE=1``, ``CUPYCONV_REQUIRE_NVRTC=1`` and ``CUPYCONV_REQUIRE_GPU=1`` turn such a skip into a
+failure.
 
-Without an option a run takes every pair of values of a large grid (`grids.py`).  ``--fast`` leaves out the kernels and
-most random examples; ``--nightly`` runs every combination, every kernel variant and thousands of random examples.
-``--fake-gpu`` runs the GPU's tests with the real CuPy on emulated GPUs (`tests/fake_gpu`).
+By default a run covers every pair of values of a large grid (`grids.py`).  ``--fast`` omits the kernels and most random
+examples.  ``--nightly`` runs every combination, every kernel variant and thousands of random examples.  ``--fake-gpu``
+runs the GPU tests with the real CuPy on emulated GPUs (`tests/fake_gpu`).
 
-A run's Python, NumPy and counts are appended to the file that ``CUPYCONV_RUNS`` names, for the table of `.ci/nightly`.
+Python's and NumPy's versions and the counts of a run are appended to the file in ``CUPYCONV_RUNS``, for the table of
+`.ci/nightly`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
-        # Workers take all cores already; threads of BLAS would spend a third of the time waiting for one another.
+        # Workers use all cores already; BLAS threads would spend a third of the time waiting for one another.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     fast, nightly = config.getoption("--fast"), config.getoption("--nightly")
     if fast and nightly:
@@ -75,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({asked_for}) and {without_kernels}" if asked_for else without_kernels
 
 
-# Taken out of the environment: a test that starts pytest is not a run of its own.
+# Removed from the environment, because a pytest process started by a test is not a run of its own.
 RUNS = os.environ.pop("CUPYCONV_RUNS", None)
 
 
@@ -99,32 +100,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A test of the host device alone is marked like the tests of all targets are."""
+    """Mark tests of the host device alone in the same way as tests of all targets."""
     if {"cuda_target", "host_machine"} & {*getattr(item, "fixturenames", ())}:
         item.add_marker("host_device")
 
 
 @pytest.fixture(scope="session")
 def nightly(request: pytest.FixtureRequest) -> bool:
-    """Whether everything is asked for, whatever it takes."""
+    """Whether to run everything, regardless of the time."""
     return bool(request.config.getoption("--nightly"))
 
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Target:
-    """Each target in turn."""
+    """Return each target in turn."""
     return request.param()
 
 
 @pytest.fixture(params=TARGETS[1:])
 def cuda(request: pytest.FixtureRequest) -> Target:
-    """The CUDA backend on the host device, and on a GPU where there is one."""
+    """Return the CUDA backend on the host device, and on a GPU if there is one."""
     return request.param()
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Plans are made anew, under whatever a test has changed, and forgotten."""
+    """Clear cached plans, so that they are made under the test's changes and do not outlive them."""
     from cupyconv.call.operation import forget_calls
 
     forget_calls()
@@ -134,7 +135,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def cuda_target() -> Target:
-    """The CUDA backend on the host device, with a log of what was enqueued."""
+    """Return the CUDA backend on the host device, with a log of the enqueued work."""
     from targets import host_device_target
 
     return host_device_target()
@@ -142,9 +143,9 @@ def cuda_target() -> Target:
 
 @pytest.fixture
 def small_buffers(monkeypatch):
-    """NumPy's loops take memory of their own for operands whose strides differ: here 16 elements each, not 8192.
+    """Limit NumPy's buffers for operands with different strides to 16 elements each, instead of 8192.
 
-    A call runs in the caller's context, which says so, and not in one that was set up before.
+    A call then runs in the caller's context, which has this setting, and not in a context that was created before.
     """
     from cupyconv.numpy import threads
     from cupyconv.numpy.backend import NumpyBackend
@@ -163,14 +164,14 @@ def small_buffers(monkeypatch):
     monkeypatch.setattr(threads, "_Worker", Worker)
     monkeypatch.setattr(threads, "_pool", threads._Pool())
     before = np.setbufsize(16)
-    assert threads.BLAS.threads  # its library is looked for once
+    assert threads.BLAS.threads  # its library is only looked up once
     yield
     np.setbufsize(before)
 
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Transposed convolutions are gathered where they can be, on NumPy: of small arrays, to add products takes less."""
+    """Gather transposed convolutions on NumPy if possible; adding products costs less for small arrays."""
     from cupyconv.call.operation import forget_calls
     from cupyconv.numpy import transposed
 

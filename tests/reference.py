@@ -1,15 +1,14 @@
-"""The oracle: every function written as its definition, in loops, in float64 or complex128.
+"""The oracle: every function implemented as its definition, with loops, in float64 or complex128.
 
-It shares no code with the package and is meant to be checked by eye rather than to be fast.  A convolution
-walks over the output pixels and the kernel taps one by one; the only thing done at once is the contraction
-over channels,
+It shares no code with the package.  It is meant to be verified by reading, not to be fast.  A convolution iterates over
+the output pixels and the kernel taps one by one.  Only the contraction over channels is vectorized:
 
     y[n, o, pixel] = sum over taps t and channels c of o's group:
                          padded[n, c, pixel * stride + t * dilation] * weight[o, c, t]
 
-The functions take the public ones' arguments without `method` and `out`, and NumPy arrays of any dtype.  They return
-float64 or complex128, which is exact wherever the data are small integers; casting is the caller's business.  Bad
-arguments are not diagnosed here: what happens to them is a promise of the package, not of arithmetic.
+The functions take the arguments of the public ones without `method` and `out`, and NumPy arrays of any dtype.  They
+return float64 or complex128, which is exact for small integers; the caller converts the result.  Invalid arguments are
+not diagnosed here, because errors are part of the package's interface and not of arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-Image = np.ndarray | Sequence[np.ndarray]  # one array, or several that stand for their concatenation
+Image = np.ndarray | Sequence[np.ndarray]  # one array, or several that represent their concatenation
 PerAxis = int | Sequence[int]
 Padding = int | str | Sequence[Any]
 Pairs = list[tuple[int, int]]  # (before, after) of every spatial axis
@@ -41,7 +40,7 @@ def conv(
     activation: str | tuple[Any, ...] | None = None,
     residual: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Cross-correlation, + bias, + residual, activation."""
+    """Compute the cross-correlation, + bias, + residual, activation."""
     weight = wide(weight)
     out_channels, channels_per_group, *kernel = weight.shape
     rank = len(kernel)
@@ -53,7 +52,7 @@ def conv(
     padded = np.pad(image, [(0, 0), (0, 0), *pairs], mode=padding_mode)
     out_spatial = output_shape(spatial, kernel, pairs, stride, dilation)
 
-    # Give the group an axis of its own: n, g, channel within the group, then space.
+    # Separate the axis of groups: n, g, channel within the group, then space.
     padded = padded.reshape(batch, groups, channels_per_group, *padded.shape[2:])
     weight = weight.reshape(groups, out_channels // groups, channels_per_group, *kernel)
     y = np.zeros((batch, groups, out_channels // groups, *out_spatial), np.result_type(padded, weight))
@@ -75,7 +74,7 @@ def linmerge(
     activation: str | tuple[Any, ...] | None = None,
     residual: np.ndarray | None = None,
 ) -> np.ndarray:
-    """At every pixel, the matrix `weight` times the vector of all inputs' channels."""
+    """Compute, at every pixel, the matrix `weight` times the vector of all inputs' channels."""
     weight = wide(weight)
     image = np.concatenate([wide(x) for x in sequence(xs)], axis=1)
     batch, _, *spatial = image.shape
@@ -94,7 +93,7 @@ def epilogue(
     activation_spec: str | tuple[Any, ...] | None,
     channel_axis: int,
 ) -> np.ndarray:
-    """+ bias of each channel, + residual, then the activation."""
+    """Add the bias of each channel and the residual, then apply the activation."""
     if bias is not None:
         ones_after = (1,) * (y.ndim - channel_axis - 1)
         y = y + wide(bias).reshape(-1, *ones_after)
@@ -110,7 +109,7 @@ def epilogue(
 def im2col(
     x: Image, kernel_shape: Sequence[int], *, stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1
 ) -> np.ndarray:
-    """(N, C * taps, pixels): what each tap sees at each output pixel; row c * taps + tap, both in C order."""
+    """Return (N, C * taps, pixels): the input of each tap at each pixel; row c * taps + tap, both in C order."""
     rank = len(kernel_shape)
     stride, dilation = per_axis(stride, rank), per_axis(dilation, rank)
     image, has_batch = concatenated(x, rank)
@@ -137,7 +136,7 @@ def col2im(
     padding: Padding = 0,
     dilation: PerAxis = 1,
 ) -> np.ndarray:
-    """The adjoint of `im2col`: every entry is added back to the pixel it was read from; padding is cut off."""
+    """Compute the adjoint of `im2col`: add every entry to the pixel it was read from, and cut off the padding."""
     rank, taps = len(kernel_shape), math.prod(kernel_shape)
     stride, dilation = per_axis(stride, rank), per_axis(dilation, rank)
     pairs = padding_pairs(padding, spatial_shape, kernel_shape, stride, dilation)
@@ -164,7 +163,7 @@ def col2im(
 def padding_pairs(
     padding: Padding, spatial: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Pairs:
-    """Any form of `padding` as one (before, after) pair for each spatial axis."""
+    """Convert any form of `padding` to one (before, after) pair per spatial axis."""
     if isinstance(padding, str):
         return [axis_padding(padding, *axis) for axis in zip(spatial, kernel, stride, dilation)]
     if isinstance(padding, int):
@@ -173,7 +172,7 @@ def padding_pairs(
 
 
 def axis_padding(name: str, size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
-    """A named padding on one axis.  `reach` is the distance from a kernel's first tap to its last."""
+    """Return a named padding on one axis.  `reach` is the distance from a kernel's first tap to its last."""
     reach = dilation * (kernel - 1)
     if name == "valid":
         return 0, 0
@@ -191,7 +190,7 @@ def axis_padding(name: str, size: int, kernel: int, stride: int, dilation: int) 
 def output_shape(
     spatial: Sequence[int], kernel: Sequence[int], pairs: Pairs, stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...]:
-    """How many positions the dilated kernel has inside each padded axis."""
+    """Return how many positions the dilated kernel has inside each padded axis."""
     return tuple(
         len(range(0, before + size + after - d * (k - 1), s))
         for size, k, (before, after), s, d in zip(spatial, kernel, pairs, stride, dilation)
@@ -199,7 +198,7 @@ def output_shape(
 
 
 def onnx_padding(pads: Sequence[int] | None, auto_pad: str = "NOTSET") -> Any:
-    """ONNX lists all befores, then all afters; its auto_pad names have our names."""
+    """Convert ONNX's padding, which lists all befores, then all afters, and its auto_pad names to ours."""
     if auto_pad != "NOTSET":
         return {"VALID": "valid", "SAME_UPPER": "same", "SAME_LOWER": "same_lower"}[auto_pad]
     if pads is None:
@@ -227,7 +226,7 @@ def clip(v: np.ndarray, low: float, high: float) -> np.ndarray:
     return np.minimum(np.maximum(v, low), high)
 
 
-# Name: function of (v, *parameters), defaults of the parameters.  None: the parameter has to be given.
+# Name: function of (v, *parameters), and defaults of the parameters.  None: the parameter is required.
 ACTIVATIONS: dict[str, tuple[Any, tuple[float | None, ...]]] = {
     "relu": (lambda v: np.maximum(v, 0), ()),
     "relu6": (lambda v: clip(v, 0, 6), ()),
@@ -235,7 +234,7 @@ ACTIVATIONS: dict[str, tuple[Any, tuple[float | None, ...]]] = {
     "clip": (clip, (None, None)),
     "elu": (lambda v, alpha: np.where(v > 0, v, alpha * np.expm1(v)), (1.0,)),
     "sigmoid": (sigmoid, ()),
-    "hard_sigmoid": (lambda v, alpha, beta: clip(alpha * v + beta, 0, 1), (0.2, 0.5)),  # as ONNX has it
+    "hard_sigmoid": (lambda v, alpha, beta: clip(alpha * v + beta, 0, 1), (0.2, 0.5)),  # as in ONNX
     "hardswish": (lambda v: v * clip(v / 6 + 0.5, 0, 1), ()),
     "tanh": (np.tanh, ()),
     "gelu": (lambda v: v * normal_cdf(v), ()),
@@ -251,7 +250,7 @@ ACTIVATIONS: dict[str, tuple[Any, tuple[float | None, ...]]] = {
 
 
 def activation(spec: str | tuple[Any, ...] | None, v: np.ndarray) -> np.ndarray:
-    """`spec` is None, a name, or (name, parameter, ...) where the parameters left out keep their defaults."""
+    """Apply `spec`: None, a name, or (name, parameter, ...), where omitted parameters have their defaults."""
     if spec is None:
         return v
     name, *given = (spec,) if isinstance(spec, str) else spec
@@ -267,7 +266,7 @@ def activation(spec: str | tuple[Any, ...] | None, v: np.ndarray) -> np.ndarray:
 def transformed(
     x: Image, scale: np.ndarray | None, shift: np.ndarray | None, spec: str | tuple[Any, ...] | None, *, axis: int
 ) -> list[np.ndarray]:
-    """Each input as a convolution with this prologue takes it; scale and shift run over all their channels."""
+    """Return each input after the prologue, as the convolution reads it; scale and shift cover all their channels."""
     images, first = [], 0
     for image in sequence(x):
         values, channels = wide(image), image.shape[axis]
@@ -280,7 +279,7 @@ def transformed(
     return images
 
 
-# --- batch normalisation --------------------------------------------------------------------------------------
+# --- batch normalization --------------------------------------------------------------------------------------
 
 
 def fold_batchnorm(
@@ -295,7 +294,7 @@ def fold_batchnorm(
     groups: int = 1,
     transposed: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight and bias of the one convolution that equals the given one followed by (y - mean) / std * gamma + beta."""
+    """Return weight and bias of the convolution that equals the given one and then (y - mean) / std * gamma + beta."""
     channels = len(mean)
     gamma = np.ones(channels) if gamma is None else wide(gamma)
     beta = np.zeros(channels) if beta is None else wide(beta)
@@ -317,7 +316,7 @@ def fold_batchnorm(
 
 
 def wide(array: Any) -> np.ndarray:
-    """The same values in float64, or complex128 where they are complex."""
+    """Return the same values in float64, or in complex128 if they are complex."""
     array = np.asarray(array)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
@@ -331,7 +330,7 @@ def per_axis(value: PerAxis, rank: int) -> tuple[int, ...]:
 
 
 def concatenated(x: Image, rank: int) -> tuple[np.ndarray, bool]:
-    """The inputs as one wide (N, C, *spatial) array, and whether they had the batch axis themselves."""
+    """Return the inputs as one wide (N, C, *spatial) array, and whether they had a batch axis."""
     inputs = [wide(array) for array in sequence(x)]
     has_batch = inputs[0].ndim == rank + 2
     inputs = inputs if has_batch else [array[None] for array in inputs]

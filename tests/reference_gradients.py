@@ -1,16 +1,17 @@
-"""The oracle of gradients, of transposed convolution and of pooling: definitions in loops, in float64 or complex128.
+"""The oracle of gradients, transposed convolution and pooling: definitions with loops, in float64 or complex128.
 
-Beside `reference`, and under the same rules: no code of the package, checked by eye, no diagnosis of bad arguments.
-Everything follows from one statement.  A convolution walks over pixels and taps and does
+It extends `reference` under the same rules: no code of the package, verified by reading, no diagnosis of invalid
+arguments.  Everything follows from one statement.  A convolution iterates over pixels and taps and computes
 
     y[n, o, pixel] += padded[n, c, pixel * stride + tap * dilation] * weight[o, c, tap]
 
-so each gradient walks the same walk and sends `grad[n, o, pixel]` back, times the conjugate of the other factor: the
-Hermitian adjoint.  A padded element sends what it received on to the element it is a copy of.  The gradient of a real
-argument is real: the real part of that.
+so each gradient runs the same loops and sends `grad[n, o, pixel]` back, times the conjugate of the other factor: the
+Hermitian adjoint.  A padded element passes its gradient on to the element that it copies.  The gradient of a real
+argument is the real part of that.
 
 `conv_grad_input`, `conv_grad_weight`, `conv_transpose`, `max_pool` and `avg_pool` take the public functions' arguments
-without `method` and `out`.  The `..._gradients` functions are the pullbacks: (grad, arguments of the function) -> `Gradients`.
+without `method` and `out`.  The `..._gradients` functions are pullbacks: (grad, arguments of the function) ->
+`Gradients`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from reference import (
 
 
 class Gradients(NamedTuple):
-    """One for each argument; None where there is no such argument.  `x` is a list where the input was a sequence."""
+    """One gradient per argument; None for an absent argument.  `x` is a list if the input was a sequence."""
 
     x: Any = None
     weight: Any = None
@@ -65,7 +66,7 @@ def conv_grad_input(
     dilation: PerAxis = 1,
     groups: int = 1,
 ) -> Any:
-    """What reaches each element of the input, or of the inputs where `input_shape` is a sequence of shapes."""
+    """Return the gradient of the input, or of the inputs if `input_shape` is a sequence of shapes."""
     weight = wide(weight).conj()
     out_channels, channels_per_group, *kernel = weight.shape
     rank = len(kernel)
@@ -104,7 +105,7 @@ def conv_grad_weight(
     dilation: PerAxis = 1,
     groups: int = 1,
 ) -> np.ndarray:
-    """What reaches each element of the weight, (C_out, C_in // groups, *kernel_shape), from all samples and pixels."""
+    """Return the weight's gradient, (C_out, C_in // groups, *kernel_shape), summed over all samples and pixels."""
     rank = len(kernel_shape)
     stride, dilation = per_axis(stride, rank), per_axis(dilation, rank)
     image, _ = concatenated(x, rank)
@@ -136,7 +137,7 @@ def conv_gradients(
     residual: np.ndarray | None = None,
     **window: Any,
 ) -> Gradients:
-    """The pullback of `conv`; `window` is its stride, padding, padding_mode, dilation and groups."""
+    """Compute the pullback of `conv`; `window` is its stride, padding, padding_mode, dilation and groups."""
     before_activation = conv(x, weight, bias, residual=residual, **window)
     grad = wide(grad) * derivative(activation, before_activation)
     rank = np.ndim(weight) - 2
@@ -157,7 +158,7 @@ def linmerge_gradients(
     activation: str | tuple[Any, ...] | None = None,
     residual: np.ndarray | None = None,
 ) -> Gradients:
-    """The pullback of `linmerge`."""
+    """Compute the pullback of `linmerge`."""
     grad = wide(grad) * derivative(activation, linmerge(xs, weight, bias, residual=residual))
     image = np.concatenate([wide(x) for x in sequence(xs)], axis=1)
     spatial = image.shape[2:]
@@ -174,7 +175,7 @@ def linmerge_gradients(
 
 
 def folded_back(padded: np.ndarray, spatial: Sequence[int], pairs: Pairs, padding_mode: str) -> np.ndarray:
-    """The adjoint of np.pad: each element of `padded` is added to the one it was copied from; zeros were no copies."""
+    """Compute the adjoint of np.pad: add each element of `padded` to the one it copies; padded zeros are no copies."""
     nowhere = {"constant_values": -1} if padding_mode == "constant" else {}
     copied_from = np.pad(np.arange(math.prod(spatial)).reshape(spatial), pairs, mode=padding_mode, **nowhere)
     image = np.zeros((*padded.shape[:2], math.prod(spatial)), padded.dtype)
@@ -200,10 +201,10 @@ def conv_transpose(
     groups: int = 1,
     activation: str | tuple[Any, ...] | None = None,
 ) -> np.ndarray:
-    """Every input pixel stamps the kernel onto a canvas, scaled by its value; then the padding is cut off.
+    """Stamp the kernel, scaled by each input pixel, onto a canvas; then cut off the padding.
 
-    The adjoint of `conv` with the same weight, whose axes here are (C_in, C_out // groups, *kernel): nothing is
-    conjugated.  `transposed_window` says which part of the canvas is the result.
+    This is the adjoint of `conv` with the same weight, whose axes here are (C_in, C_out // groups, *kernel), without
+    conjugation.  `transposed_window` defines which part of the canvas is the result.
     """
     weight = wide(weight)
     channels, out_per_group, *kernel = weight.shape
@@ -221,7 +222,7 @@ def conv_transpose(
         begin + size + s * n + d * k
         for begin, size, s, n, d, k in zip(begins, sizes, stride, spatial, dilation, kernel)
     ]
-    canvas = np.zeros((batch, groups, out_per_group, *canvas_sizes), np.result_type(image, weight))  # ample
+    canvas = np.zeros((batch, groups, out_per_group, *canvas_sizes), np.result_type(image, weight))  # large enough
     with np.errstate(all="ignore"):
         for pixel in np.ndindex(*spatial):
             for tap in np.ndindex(*kernel):
@@ -247,7 +248,7 @@ def conv_transpose_gradients(
     groups: int = 1,
     activation: str | tuple[Any, ...] | None = None,
 ) -> Gradients:
-    """The pullback of `conv_transpose`: each stamp is taken up again."""
+    """Compute the pullback of `conv_transpose`: collect the gradient of each stamp."""
     settings = dict(
         stride=stride, padding=padding, output_padding=output_padding, output_shape=output_shape, dilation=dilation,
         groups=groups,
@@ -295,18 +296,18 @@ def transposed_window(
     output_padding: PerAxis = 0,
     output_shape: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Where on the canvas the result begins, and its sizes.  Beyond what a stamp reaches the canvas is zero.
+    """Return where the result begins on the canvas, and its sizes.  The canvas is zero beyond the stamps.
 
     The stamps cover `covered = (size - 1) * stride + dilation * (kernel - 1) + 1` elements of an axis.
 
-    - `padding` in numbers, or "valid": it is cut off, then `output_padding` is added at the end (PyTorch's definition
-      and ONNX's): begin = before, size = covered - before - after + output_padding.
-    - `output_shape`: ONNX's definition.  The sizes are given; of the surplus, total = covered + output_padding - size,
-      half is cut off on each side.  The odd element is cut off at the end for "same" (ONNX's SAME_UPPER), and at the beginning for
-      "same_lower", "valid" and no padding (every other value of ONNX's auto_pad).  Where there is no surplus nothing
-      is cut off and the zeros are at the end: ONNX's formula says nothing sensible there, its own test has them there.
-    - "same", "same_lower" without `output_shape`: as if it were size * stride.  "same" is then the adjoint of a
-      convolution with "same" over size * stride elements.
+    - Numeric `padding`, or "valid": it is cut off, then `output_padding` is added at the end (the definition of PyTorch
+      and ONNX): begin = before, size = covered - before - after + output_padding.
+    - `output_shape`: ONNX's definition.  The sizes are given.  Half of the surplus, covered + output_padding - size, is
+      cut off on each side.  The odd element is cut off at the end for "same" (ONNX's SAME_UPPER), and at the beginning
+      for "same_lower", "valid" and no padding (every other value of ONNX's auto_pad).  Without a surplus nothing is cut
+      off and the zeros are at the end: ONNX's formula is meaningless in this case, but ONNX's own test puts them there.
+    - "same", "same_lower" without `output_shape`: the same as an `output_shape` of size * stride.  "same" is then the
+      adjoint of a convolution with "same" over size * stride elements.
     """
     rank = len(spatial)
     covered = [(size - 1) * s + d * (k - 1) + 1 for size, k, s, d in zip(spatial, kernel, stride, dilation)]
@@ -333,9 +334,9 @@ def max_pool(
     dilation: PerAxis = 1,
     ceil_mode: bool = False,
 ) -> Any:
-    """The largest element of each window; NaN where one is NaN, -inf where the window lies in the padding alone.
+    """Return the largest element of each window; NaN if one is NaN, -inf if the window is entirely in the padding.
 
-    `stride` None is `kernel_shape`: windows side by side.  A sequence of images gives a list.
+    `stride` None means `kernel_shape`: adjacent windows.  A sequence of images returns a list.
     """
     pooled = []
     for image in sequence(x):
@@ -358,7 +359,7 @@ def max_pool_indices(
     dilation: PerAxis = 1,
     ceil_mode: bool = False,
 ) -> Any:
-    """Where each of these lies, in C order over its image; the first of several, -1 where there is none."""
+    """Return the indices of the largest elements, in C order over each image: the first one, or -1 if there is none."""
     places = []
     for image in sequence(x):
         image, has_batch = concatenated(image, len(kernel_shape))
@@ -383,7 +384,7 @@ def avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Any:
-    """The mean of each window: of its elements, or with the zeros among its taps."""
+    """Return the mean of each window, over its elements alone or including padded zeros."""
     pooled = []
     for image in sequence(x):
         image, has_batch = concatenated(image, len(kernel_shape))
@@ -399,7 +400,7 @@ def avg_pool(
 
 
 def avg_pool_gradients(grad: Any, x: Image, kernel_shape: Sequence[int], **settings: Any) -> Gradients:
-    """The pullback of `avg_pool`, a linear function: what each element alone brings about, times the gradient."""
+    """Compute the pullback of `avg_pool`, a linear function: each element's contribution times the gradient."""
     count_include_pad = settings.pop("count_include_pad", True)
     window = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, **settings}
     images = []
@@ -427,7 +428,7 @@ def max_pool_gradients(
     dilation: PerAxis = 1,
     ceil_mode: bool = False,
 ) -> Gradients:
-    """The pullback of `max_pool`: all of it to the first of the largest in the order of the taps; a NaN is larger."""
+    """Compute the pullback of `max_pool`: everything goes to the first largest element in tap order; NaN is largest."""
     images = []
     for one_grad, image in zip(sequence(grad), sequence(x)):
         image, has_batch = concatenated(image, len(kernel_shape))
@@ -452,11 +453,11 @@ def pooling_windows(
     dilation: PerAxis,
     ceil_mode: bool,
 ) -> tuple[list[tuple[tuple[int, ...], list[tuple[int, ...]], int]], tuple[int, ...]]:
-    """(output pixel, the input pixels of its window in the order of the taps, how many taps lie in the padded image),
-    and the sizes.
+    """Return the windows and the output sizes.
 
-    In `ceil_mode` a window follows while the one before leaves something of the padded image, and it begins in the image
-    or before it.
+    A window is (output pixel, its input pixels in the order of the taps, how many taps are in the padded image).  In
+    `ceil_mode` a window follows if the previous one leaves a part of the padded image, and if it begins in the image or
+    before it.
     """
     rank = len(kernel)
     stride, dilation = per_axis(kernel if stride is None else stride, rank), per_axis(dilation, rank)
@@ -496,7 +497,7 @@ def clip_derivative(v: np.ndarray, low: float, high: float) -> np.ndarray:
 
 def gelu_tanh_derivative(v: np.ndarray) -> np.ndarray:
     scale = 2 * math.sqrt(2 / math.pi)
-    u = scale * (v + 0.044715 * v**3)  # (1 + tanh(u / 2)) / 2 is sigmoid(u), and tanh' cancels less so
+    u = scale * (v + 0.044715 * v**3)  # (1 + tanh(u / 2)) / 2 is sigmoid(u), which cancels less in tanh'
     return sigmoid(u) + v * sigmoid(u) * sigmoid(-u) * scale * (1 + 3 * 0.044715 * v**2)
 
 
@@ -509,8 +510,8 @@ def mish_derivative(v: np.ndarray) -> np.ndarray:
     return t + v * (1 - t**2) * sigmoid(v)
 
 
-# Name: function of (v, *parameters).  Where an activation bends, its derivative is that of the flat or the left side:
-# 0 for relu, and so for every clip at both its ends; the slope for leaky_relu, alpha for elu.
+# Name: function of (v, *parameters).  At a kink of an activation, the derivative is that of the flat or the left side:
+# 0 for relu, and therefore for every clip at both ends; the slope for leaky_relu, alpha for elu.
 DERIVATIVES: dict[str, Any] = {
     "relu": lambda v: clip_derivative(v, 0, np.inf),
     "relu6": lambda v: clip_derivative(v, 0, 6),
@@ -534,7 +535,7 @@ DERIVATIVES: dict[str, Any] = {
 
 
 def derivative(spec: str | tuple[Any, ...] | None, v: np.ndarray) -> np.ndarray:
-    """The activation's derivative at `v`, the value before it."""
+    """Return the activation's derivative at `v`, the value before it."""
     if spec is None:
         return np.ones(v.shape)
     name, *given = (spec,) if isinstance(spec, str) else spec
@@ -551,13 +552,13 @@ def is_sequence_of_shapes(input_shape: Sequence[Any]) -> bool:
 
 
 def split(image: np.ndarray, channels: Sequence[int], rank: int) -> list[np.ndarray]:
-    """The image's channels dealt out again to the inputs they came from."""
+    """Split the image's channels into those of the inputs."""
     ends = np.cumsum(channels)
     return [image[(..., slice(end - c, end), *(slice(None),) * rank)] for c, end in zip(channels, ends)]
 
 
 def over_channels(grad: np.ndarray, rank: int) -> np.ndarray:
-    """The bias's gradient: the sum of every channel over samples and pixels."""
+    """Return the bias's gradient: the sum of every channel over samples and pixels."""
     channel_axis = grad.ndim - rank - 1
     return grad.sum(axis=tuple(axis for axis in range(grad.ndim) if axis != channel_axis))
 
@@ -565,7 +566,7 @@ def over_channels(grad: np.ndarray, rank: int) -> np.ndarray:
 def gradients(
     xs: list[np.ndarray], weight: np.ndarray, bias: np.ndarray, residual: np.ndarray | None, *, of: tuple[Any, ...]
 ) -> Gradients:
-    """Each gradient in the form of the argument it belongs to: absent, real, or a list."""
+    """Return each gradient in the form of its argument: absent, real, or a list."""
     x, *others = of
     images = [real_where(argument, image) for argument, image in zip(sequence(x), xs)]
     return Gradients(
@@ -578,5 +579,5 @@ def gradients(
 
 
 def real_where(argument: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """The gradient of a real argument is the real part."""
+    """Return the real part of the gradient for a real argument."""
     return gradient if np.iscomplexobj(argument) else gradient.real

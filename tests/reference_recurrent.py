@@ -1,6 +1,7 @@
 """The naive definition of recurrent layers: one sample, one step, one gate at a time, in float64.
 
-By the text of the ONNX operators RNN, LSTM and GRU, with PyTorch's order of gates.  It shares no code with the package.
+It follows the text of the ONNX operators RNN, LSTM and GRU, with PyTorch's order of gates.  It shares no code with the
+package.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import reference
 
-#: What ONNX's recurrent operators have beside the activations of `reference`.
+#: Activations of ONNX's recurrent operators in addition to those of `reference`.
 ACTIVATIONS: dict[str, Any] = {
     "affine": lambda v, alpha=1.0, beta=0.0: alpha * v + beta,
     "thresholded_relu": lambda v, alpha=1.0: np.where(v >= alpha, v, np.where(np.isnan(v), v, 0.0)),
@@ -23,7 +24,7 @@ DEFAULTS = {"rnn": ("tanh",), "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigm
 
 
 class Result(NamedTuple):
-    """Results, what a gradient needs, and the largest magnitude met on the way."""
+    """Results, data for gradients, and the largest magnitude of any intermediate value."""
 
     y: np.ndarray
     h: np.ndarray
@@ -58,7 +59,7 @@ def recurrent(
     linear_before_reset: bool = True,
     clip: float | None = None,
 ) -> Result:
-    """`activations` are those of one direction, or a pair of such."""
+    """Compute a layer.  `activations` are those of one direction, or a pair of such."""
     steps, batch, _ = x.shape
     hidden, directions = weight_hh.shape[-1], 2 if direction == "bidirectional" else 1
     rows = GATES[cell] * hidden
@@ -110,7 +111,7 @@ def step(
     linear_before_reset: bool,
     clip: float | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The next states of one sample, and what the gates' activations were applied to; `u` is W x + b of its inputs."""
+    """Return one sample's next states and the inputs of the gates' activations; `u` is W x + b of its inputs."""
     size = len(h)
 
     def clipped(v: np.ndarray) -> np.ndarray:
@@ -143,11 +144,11 @@ def step(
 
 
 def naive_product(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Row by row."""
+    """Multiply row by row."""
     return np.array([np.sum(row * vector) for row in matrix]) if len(matrix) else np.zeros(0)
 
 
 def is_group(group: Any, count: int) -> bool:
-    """Whether this is a tuple of activations, and not one activation with parameters."""
+    """Return whether this is a tuple of activations, and not one activation with parameters."""
     numbers = isinstance(group, (tuple, list)) and all(isinstance(entry, (int, float)) for entry in group[1:])
     return isinstance(group, (tuple, list)) and len(group) == count and (count == 1 or not numbers)

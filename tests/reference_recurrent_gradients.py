@@ -1,11 +1,11 @@
 """The oracle of recurrent gradients: the cells' equations in float64, one sample and one step at a time, on a tape.
 
-Nothing here is backpropagation through time by hand.  The forward equations are written down plainly, with numbers
-that note what they were made from; going over the notes backwards gives the gradient of every argument:
+Backpropagation through time is not written by hand.  The forward equations are written with arrays that record what
+they were computed from.  Going through the records backward gives the gradient of every argument:
 
-    z = u * v        is noted as        u gains v * dz,  v gains u * dz
+    z = u * v        is recorded as     u gains v * dz,  v gains u * dz
 
-Under the rules of `reference`: no code of the package, no diagnosis of bad arguments.
+The rules of `reference` apply: no code of the package, no diagnosis of invalid arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _made = count()
 
 
 class Gradients(NamedTuple):
-    """One for each argument, of its shape; None where there is no such argument."""
+    """One gradient per argument, of its shape; None for an absent argument."""
 
     x: Any = None
     weight_ih: Any = None
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class Noted:
-    """An array that knows which others it was made from, and which share of its gradient each of them gains."""
+    """An array that records the arrays it was computed from, and how its gradient contributes to each of theirs."""
 
     def __init__(self, value: np.ndarray, *made_from: tuple[Noted, Share]) -> None:
         self.value, self.made_from, self.number = value, made_from, next(_made)
@@ -64,11 +64,11 @@ class Noted:
         return Noted(1 - self.value, (self, lambda g: -g))
 
     def through(self, spec: Any) -> Noted:
-        """An activation of it."""
+        """Apply an activation."""
         return Noted(activation(spec, self.value), (self, lambda g: g * derivative(spec, self.value)))
 
     def clipped(self, bound: float | None) -> Noted:
-        """Brought into -bound ... bound; flat at a bound and beyond it."""
+        """Clip to -bound ... bound; the derivative is zero at a bound and beyond it."""
         if bound is None:
             return self
         inside = np.abs(self.value) < bound
@@ -76,7 +76,7 @@ class Noted:
 
 
 def send_back(results: Sequence[tuple[Noted, np.ndarray]]) -> None:
-    """Give everything that the results were made from its gradient: later numbers before those they were made from."""
+    """Propagate gradients to everything that the results depend on, in descending order of creation."""
     waiting: dict[int, Noted] = {}
     for result, gradient in results:
         result.gradient = result.gradient + gradient
@@ -100,9 +100,9 @@ def recurrent_gradients(
     input_forget: bool = False,
     linear_before_reset: bool = True,
 ) -> tuple[dict[str, np.ndarray], Gradients]:
-    """Results, and gradients of the arguments for the gradients of y, h and c.
+    """Return results, and gradients of the arguments, given those of y, h and c.
 
-    `arguments` are by the names of `Gradients`; `activations` has for each direction those of its cell.
+    `arguments` have the names of `Gradients`; `activations` has those of the cell for each direction.
     """
     signs = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}[direction]
     given = {name: Noted(wide(array)) for name, array in arguments.items() if array is not None}
@@ -155,7 +155,7 @@ def step(
     cell: str, x: Noted, h: Noted, c: Noted, weights: dict[str, Noted | None], hidden: int, specs: Sequence[Any],
     clip: float | None, input_forget: bool, linear_before_reset: bool,
 ) -> tuple[Noted, Noted]:  # fmt: skip
-    """The states after one step of one sample."""
+    """Return the states after one step of one sample."""
     zeros = Noted(np.zeros(hidden))
 
     def from_x(gate: int) -> Noted:

@@ -1,31 +1,31 @@
-"""``python -m cupyconv bench``: the library and its peers on the same arrays, checked, timed in turns, written down.
+"""``python -m cupyconv bench``: times the library and its peers in turns on the same arrays, with checked results.
 
 ======================  ===========================================================================
 `cases.py`              one case as data: shapes, sizes, arrays, the library's call
-`recurrent_layers.py`   the same of a recurrent layer, and its NumPy peer
+`recurrent_layers.py`   cases of recurrent layers, and their NumPy peer
 `tables.py`             the tables of cases
-`machines.py`           the machine that is measured, NumPy or a GPU, and its properties
-`clock.py`              events, warm-up, empty caches, rounds in which every way has its turn
-`reference.py`          what results are held to before they are timed
+`machines.py`           the measured machine, NumPy or a GPU, and its properties
+`clock.py`              events, warm-up, empty caches, rounds in which implementations take turns
+`reference.py`          the check of results before they are timed
 `floors.py`             the rates of a copy and of a GEMM, measured in the same run
-`peers.py`              what it takes to be measured: a participant offers ways to do a case
-`own_ways.py`           the library's: its choice, its methods, what the choice is held to
+`peers.py`              the interface of a participant, which offers implementations of a case
+`own_ways.py`           the library: its choice, its methods, and what the choice is compared with
 `array_peers.py`        NumPy, CuPy and the loop over samples as peers
 `torch_peers.py`        PyTorch
 `onnxruntime_peer.py`   ONNX Runtime
 `jax_peer.py`           JAX
 `filter_peers.py`       SciPy and OpenCV, for filters
-`runner.py`             who takes part, and one participant at work
-`processes.py`          the same in a process of its own
+`runner.py`             the list of participants, and the runner of one participant
+`processes.py`          a runner in a separate process
 `session.py`            a run through a table within a budget of seconds
 `record.py`             the results file
-`choice.py`             what method="auto" chose, beside the best
+`choice.py`             the choice of method="auto", compared with the best method
 `memory.py`             memory at several batch sizes
 `report.py`             the printed page
-`progress.py`           the line on a terminal while a run goes on
+`progress.py`           the progress line on a terminal
 `web_page.py`           a record as a page for a browser
-`charts.py`             its drawings
-`markup.py`             HTML by elements
+`charts.py`             the page's charts
+`markup.py`             HTML from elements
 ======================  ===========================================================================
 """
 
@@ -68,8 +68,10 @@ def run_bench(
     report: Path | None,
     source: Path | None,
 ) -> int:
-    """Measure a table, or draw what was measured; the exit status is 0 where nothing failed, 2 where what was asked for
-    cannot be measured."""
+    """Measure a table, or draw an earlier record.
+
+    The exit status is 0 if nothing failed, and 2 if the request cannot be measured.
+    """
     if source is not None:
         return _drawn(source, report)
     if report is not None and json is None:
@@ -113,7 +115,7 @@ def run_bench(
 
 
 def _drawn(source: Path, report: Path | None) -> int:
-    """The page of an earlier run."""
+    """Draw the page of an earlier run."""
     if report is None:
         return _refused("--from draws the page of --report: name its directory")
     try:
@@ -127,7 +129,7 @@ def _drawn(source: Path, report: Path | None) -> int:
 
 
 def in_processes(peers: Sequence[str], threads: int, methods: tuple[str, ...] | None) -> Begin:
-    """The library and each peer in a process of its own."""
+    """Return constructors that run the library and each peer in a separate process."""
     begin: dict[str, Callable[[], AnyRunner]] = {OURS: partial(ProcessRunner, OURS, threads, methods)}
     return begin | {name: partial(ProcessRunner, name, threads) for name in peers}
 
@@ -135,7 +137,7 @@ def in_processes(peers: Sequence[str], threads: int, methods: tuple[str, ...] | 
 def _in_this_process(
     machine: Machine, arrays: SharedArrays, peers: Sequence[str], methods: tuple[str, ...] | None
 ) -> Begin:
-    """All of them around the same arrays, as a GPU's context is."""
+    """Return constructors that run all participants in this process on the same arrays, as a GPU's context requires."""
     begin: dict[str, Callable[[], AnyRunner]] = {OURS: lambda: Runner(machine, Ours(methods), arrays)}
     return begin | {name: lambda make=GPU_PEERS[name]: Runner(machine, make(machine), arrays) for name in peers}
 

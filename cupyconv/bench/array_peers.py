@@ -1,12 +1,12 @@
-"""What a user of NumPy or CuPy has without a library.
+"""What NumPy and CuPy users write without a library.
 
 ======================  ==================================================================================
-``numpy``               concatenate, pad, one view of all windows, one copy of it, matmul: on NumPy; of a
-                        gradient the same columns the other way; of a recurrent layer one product of all
-                        inputs, and a loop over the steps
-``cupy``                ``cupy.concatenate`` and ``cupy.matmul``: on a GPU, where that is the whole job; the
-                        same loop
-``loop over samples``   the library's own call, once for each sample
+``numpy``               concatenate, pad, view all windows, copy the view, matmul.  A gradient uses the
+                        same columns in reverse; a recurrent layer is one product of all inputs and a loop
+                        over the steps
+``cupy``                ``cupy.concatenate`` and ``cupy.matmul`` on a GPU, if these do the whole job; the
+                        same loop for recurrent layers
+``loop over samples``   the library's own call, once per sample
 ======================  ==================================================================================
 """
 
@@ -28,7 +28,7 @@ from cupyconv.demo.libraries import Call
 
 
 class ArrayLibrary(Participant):
-    """The ways of the machine's own array library."""
+    """The implementations that use the machine's array library."""
 
     def __init__(self, machine: Machine) -> None:
         self._xp, self._on_gpu = machine.xp, machine.arch is not None
@@ -56,21 +56,21 @@ class ArrayLibrary(Participant):
 
 
 def concatenate_im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weights: list[Any]) -> Any:
-    """What a good NumPy user writes without a library, who skips the columns where there is one product."""
+    """Compute what a good NumPy user writes without a library, without copying columns if one product is enough."""
     for layer, weight in zip(case.layers, weights):
         xs = [_im2col_matmul(xp, layer, xs, weight)]
     return xs[0]
 
 
 def _im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
-    """One layer of it."""
+    """Compute one layer."""
     x = xp.concatenate(xs, axis=1) if len(xs) > 1 else xs[0]
     y = xp.matmul(_matrix(case, weight), _columns(xp, case, x))
     return y.reshape(case.batch, case.out_channels, *case.out_size)
 
 
 def gradient_by_columns(xp: ModuleType, case: GradientCase, xs: list[Any], weights: list[Any]) -> Any:
-    """The same user's gradients: one product, and of an input what each tap read is added to its place."""
+    """Compute the same user's gradients: one product, and for an input a scatter-add of each tap's contributions."""
     arriving = xs[0].reshape(case.batch, *_groups(case), case.out_channels // case.groups, prod(case.out_size))
     if case.of == "weight":
         x = xp.concatenate(xs[1:], axis=1) if len(xs) > 2 else xs[1]
@@ -87,7 +87,7 @@ def gradient_by_columns(xp: ModuleType, case: GradientCase, xs: list[Any], weigh
 
 
 def _groups(case: Case) -> tuple[int, ...]:
-    """The axis of groups, where there is more than one."""
+    """Return the axis of groups if there is more than one group."""
     return () if case.groups == 1 else (case.groups,)
 
 
@@ -96,14 +96,14 @@ def _matrix(case: Case, weight: Any) -> Any:
 
 
 def _columns(xp: ModuleType, case: Case, x: Any) -> Any:
-    """All windows side by side; the image itself where one product is all there is to do."""
+    """Return all windows as columns, or the image itself if one product is enough."""
     if case.kernel != (1,) * len(case.size) or case.stride > 1 or case.padding:
         x = _windows(case, xp.pad(x, ((0, 0), (0, 0), *case.padding)) if case.padding else x)
     return x.reshape(case.batch, *_groups(case), case.fan_in, prod(case.out_size))
 
 
 def _windows(case: Case, padded: Any) -> Any:
-    """A view (N, C, *kernel, *out_size) of a padded image."""
+    """Return a view (N, C, *kernel, *out_size) of a padded image."""
     rank = len(case.size)
     extents = tuple(case.dilation * (k - 1) + 1 for k in case.kernel)
     view = sliding_window_view(padded, extents, axis=tuple(range(2, 2 + rank)))
@@ -113,7 +113,7 @@ def _windows(case: Case, padded: Any) -> Any:
 
 
 def _loop_over_samples(case: Case, xs: list[Any], weights: list[Any]) -> Call:
-    """One call per sample, each into its part of one result: nothing is allocated or joined in between."""
+    """Return a call per sample, each into its part of one result: nothing is allocated or concatenated in between."""
     y = case.ours(xs, weights)
     function, (_, weight), keywords = case.call(xs, weights)
     samples = [([x[n : n + 1] for x in xs], y[n : n + 1]) for n in range(case.batch)]

@@ -1,6 +1,6 @@
-"""What is measured: one convolution, a chain of them, or a gradient of one as data.
+"""The measured operation as data: one convolution, a chain of convolutions, or a gradient of one.
 
-A case knows its sizes, makes its arrays, and has the library's call.
+A case knows its sizes, creates its arrays, and builds the library's call.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from cupyconv.ops.conv_grad_weight import conv_grad_weight
 from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name, is_complex, real_part
 from cupyconv.problem.problems import METHODS
 
-#: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.
+#: Number of normals that all data repeat.  A prime, so that no row or plane of a case begins at the same value as
+#: another.
 PERIOD = 4_194_301
 
-#: Elements between the places where two arrays of a case begin to read them.
+#: Offset in elements between two arrays of a case.
 APART = 52_361
 
-#: Gives an array of a dtype by its name: so many of `normals`, from the given one on.
+#: Returns an array of a dtype, given its name: a number of `normals`, starting at a given one.
 Fill = Callable[[str, int, int], Any]
 
 
 @lru_cache(maxsize=len(ITEMSIZE))
 def normals(dtype: str) -> np.ndarray:
-    """Standard normal values (complex: of unit variance)."""
+    """Return standard normal values (complex: of unit variance)."""
     rng = np.random.default_rng(0)
     if is_complex(dtype):
         values = np.empty(PERIOD, dtype)
@@ -45,16 +46,16 @@ def normals(dtype: str) -> np.ndarray:
 
 
 def repeat_normals(dtype: str, first: int, elements: int) -> np.ndarray:
-    """`Fill` for NumPy."""
+    """Implement `Fill` for NumPy."""
     return np.resize(normals(dtype)[first % PERIOD :], elements)
 
 
-#: What a chain's `fuse` is for each of its methods but "auto".
+#: The value of a chain's `fuse` for each of its methods except "auto".
 FUSE = {"fused": True, "unfused": False}
 
 
 class LayerCase:
-    """What convolutions and recurrent layers have in common as cases."""
+    """The common base of convolutions and recurrent layers as cases."""
 
     name: str
     dtype: str
@@ -65,7 +66,7 @@ class LayerCase:
 
     @property
     def precision(self) -> str:
-        """The name of what products are rounded to."""
+        """The name of the precision that products are rounded to."""
         return "TF32" if self.tf32 else self.dtype
 
     @property
@@ -74,20 +75,20 @@ class LayerCase:
         return self.precision not in ("TF32", "bfloat16")
 
     def named(self, method: str) -> dict[str, Any]:
-        """The keyword that asks for a method."""
+        """Return the keyword argument that requests a method."""
         return {"method": method}
 
     @property
     def group(self) -> str:
-        """The cases that a mean is taken of."""
+        """The name of the group over which a mean is computed."""
         raise NotImplementedError
 
     def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The library's function for this case, its arguments and its keywords."""
+        """Return the library's function for this case, its arguments and its keywords."""
         raise NotImplementedError
 
     def bound(self, xs: list[Any], weights: list[Any], method: str = "auto", **settings: Any) -> Callable[[], Any]:
-        """The library's call and nothing else: what is timed."""
+        """Return the library's call alone, which is timed."""
         function, arguments, keywords = self.call(xs, weights)
         named = {} if method == "auto" else self.named(method)
         call = partial(function, *arguments, **keywords, **named)
@@ -96,11 +97,11 @@ class LayerCase:
         return partial(_under, settings, call) if settings else call
 
     def compared(self, returned: Any) -> Any:
-        """The array that is held to float64, of what the call returned."""
+        """Return the array that is compared with float64, given the call's result."""
         return returned
 
     def ours(self, xs: list[Any], weights: list[Any], method: str = "auto") -> Any:
-        """The library's result."""
+        """Return the library's result."""
         return self.compared(self.bound(xs, weights, method)())
 
 
@@ -111,13 +112,13 @@ def _under(settings: dict[str, Any], call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Case(LayerCase):
-    """One convolution: `channels` of each input, and what `cupyconv.conv` takes.
+    """One convolution: `channels` per input, and the arguments of `cupyconv.conv`.
 
-    In a chain it is the first; of every further one, `then` has outputs, kernel, padding and groups.
+    For a chain it is the first convolution; `then` has the outputs, kernel, padding and groups of each further one.
 
-    `tf32` allows float32 products in TF32, to the library and to its peers alike.  `misaligned` begins every
-    input one element past an aligned address.  `loop` adds the loop over samples, `compiled` torch.compile;
-    `judged` is the time that ratios compare: the GPU's ("device") or that of the call's return ("host").
+    `tf32` allows TF32 for float32 products, for the library and its peers alike.  `misaligned` starts every input one
+    element past an aligned address.  `loop` adds the loop over samples, `compiled` adds torch.compile.  `judged` is the
+    time that ratios compare: the GPU's ("device") or the time until the call returns ("host").
     """
 
     name: str
@@ -139,9 +140,9 @@ class Case(LayerCase):
     judged: str = "device"
     then: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int], ...] = ()
 
-    @cached_property  # else it would be a part of what is timed, layer by layer
+    @cached_property  # cached, so that it is not part of the time of layer-by-layer calls
     def layers(self) -> tuple[Case, ...]:
-        """Every convolution of a chain; the case itself where it is none."""
+        """All convolutions of a chain, or the case itself if it is no chain."""
         layers = [replace(self, then=())]
         for further in self.then:
             last = layers[-1]
@@ -155,7 +156,7 @@ class Case(LayerCase):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those that there are for it."""
+        """The methods for this case."""
         return tuple(FUSE) if self.then else METHODS
 
     @property
@@ -174,17 +175,17 @@ class Case(LayerCase):
 
     @property
     def fan_in(self) -> int:
-        """Weights of one output channel, of the first layer."""
+        """Number of weights per output channel of the first layer."""
         return self.in_channels // self.groups * prod(self.kernel)
 
     @property
     def terms(self) -> int:
-        """Products in one result, of the first layer."""
+        """Number of products per result element of the first layer."""
         return self.fan_in
 
     @property
     def magnitude(self) -> float:
-        """Root mean square of the results, of standard normal values: in a chain the product of the layers'."""
+        """Root mean square of the results for standard normal values: in a chain, the product over the layers."""
         return sqrt(prod(layer.terms for layer in self.layers))
 
     @property
@@ -193,13 +194,13 @@ class Case(LayerCase):
 
     @property
     def pointwise(self) -> bool:
-        """Whether one product of matrices is all there is to do."""
+        """Whether the case is a single matrix product."""
         simple = self.stride == 1 and not self.padding and self.groups == 1 and not self.then
         return self.kernel == (1,) * len(self.size) and simple
 
     @property
     def is_linmerge(self) -> bool:
-        """Whether `linmerge` is the function for it."""
+        """Whether `linmerge` computes this case."""
         return self.kernel == (1,) and self.pointwise
 
     @property
@@ -211,13 +212,13 @@ class Case(LayerCase):
 
     @property
     def flops(self) -> int:
-        """Real operations: a multiply-add is 2, of complex numbers 8."""
+        """Number of real operations: a multiply-add is 2, or 8 for complex numbers."""
         products = sum(c.batch * c.out_channels * prod(c.out_size) * c.fan_in for c in self.layers)
         return products * (8 if is_complex(self.dtype) else 2)
 
     @property
     def minimal_bytes(self) -> int:
-        """Every input, weight and result once; none between layers."""
+        """Bytes of every input, weight and result, counted once, without those between layers."""
         weights = sum(layer.out_channels * layer.fan_in for layer in self.layers)
         return (self.batch * self.in_channels * prod(self.size) + weights) * ITEMSIZE[self.dtype] + self.result_bytes
 
@@ -227,7 +228,7 @@ class Case(LayerCase):
         return last.batch * last.out_channels * prod(last.out_size) * ITEMSIZE[self.dtype]
 
     def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], list[Any]]:
-        """The inputs, and a weight for each layer."""
+        """Return the inputs, and a weight per layer."""
         lead = int(self.misaligned)
         xs = []
         for number, channels in enumerate(self.channels):
@@ -252,11 +253,11 @@ class Case(LayerCase):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the library's functions take beside arrays, of the first layer."""
+        """The keyword arguments of the library's functions for the first layer."""
         return dict(stride=self.stride, padding=self.pairs, dilation=self.dilation, groups=self.groups)
 
     def layer_by_layer(self, xs: list[Any], weights: list[Any]) -> Any:
-        """A chain by a call of `conv` for each layer."""
+        """Compute a chain with one call of `conv` per layer."""
         for weight, layer in zip(weights, self.layers):
             xs = [conv(xs, weight, **layer.settings)]
         return xs[0]
@@ -264,9 +265,9 @@ class Case(LayerCase):
 
 @dataclass(frozen=True)
 class GradientCase(Case):
-    """The gradient of a loss with respect to the input of a convolution or to its weight; the other fields are `Case`'s.
+    """The gradient of a loss with respect to the input or the weight of a convolution.  See `Case` for other fields.
 
-    The gradient that arrives is the first of the inputs.
+    The incoming gradient is the first of the inputs.
     """
 
     of: str = "input"
@@ -312,13 +313,13 @@ class GradientCase(Case):
         return conv_grad_weight, (xs[0], xs[1:], self.kernel), self.settings
 
     def compared(self, returned: Any) -> Any:
-        """The gradients of merged inputs come as a list, and are compared side by side; CuPy's arrays stay CuPy's."""
+        """Return the gradients of merged inputs, a list, concatenated.  CuPy arrays remain CuPy arrays."""
         return np.concatenate(returned, axis=1) if isinstance(returned, list) else returned
 
 
 @dataclass(frozen=True)
 class LargeKernelCase(Case):
-    """A convolution, stride 1, that everybody computes by transforms; the fields are `Case`'s."""
+    """A convolution with stride 1 that all participants compute by transforms.  See `Case` for the fields."""
 
     @property
     def group(self) -> str:

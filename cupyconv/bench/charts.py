@@ -1,4 +1,4 @@
-"""The drawings of the page, as SVG: ratios on one axis, the roofline, memory against batch size."""
+"""The charts of the page, as SVG: ratios on one axis, the roofline, memory against batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyconv.bench.markup import Html, element, join
 from cupyconv.bench.record import OURS
 from cupyconv.bench.report import BEST, rate, ratios
 
-#: Around the origin, about 10 wide; the peers have them in this order.
+#: Markers around the origin, about 10 wide, in the order of the peers.
 SHAPES = (
     "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0 -5 0Z",
     "M-4.5 -4.5H4.5V4.5H-4.5Z",
@@ -25,7 +25,7 @@ SHAPES = (
 
 
 def shapes() -> Html:
-    """What every marker of the page refers to."""
+    """Return the definitions that all markers of the page refer to."""
     drawn = [element("path", d=path, id=f"shape{number}") for number, path in enumerate(SHAPES)]
     return element("svg", element("defs", drawn), width=0, height=0, class_="defs", aria_hidden="true")
 
@@ -40,14 +40,14 @@ def marker(peer: int, *, lost: bool = False, unsteady: bool = False, **place: ob
 
 @dataclass(frozen=True)
 class RatioAxis:
-    """A logarithmic axis over all ratios of a record; places are in percent of its width."""
+    """A logarithmic axis over all ratios of a record; positions are in percent of its width."""
 
     low: int
     high: int
 
     @classmethod
     def over(cls, known: Iterable[float]) -> RatioAxis:
-        """Whole powers of two; 1 lies inside."""
+        """Return an axis between whole powers of two that includes 1."""
         values = [1.0, *known]
         return cls(min(-1, floor(log2(min(values)))), max(1, ceil(log2(max(values)))))
 
@@ -56,7 +56,7 @@ class RatioAxis:
         return f"{3 + 94 * share:.2f}%"
 
     def ticks(self) -> Iterator[tuple[str, str]]:
-        """Places and what stands there; at most seven, 1 among them."""
+        """Yield positions and labels of at most seven ticks; 1 is one of them."""
         every = ceil((self.high - self.low) / 6)
         for power in range(self.low, self.high + 1):
             if power % every == 0:
@@ -64,7 +64,7 @@ class RatioAxis:
 
 
 def ratio_chart(rows: Sequence[Mapping[str, Any]], peers: Sequence[str], axis: RatioAxis) -> Html:
-    """A line for each case with a marker for each peer: left of 1 cupyconv is faster."""
+    """Draw a line per case with a marker per peer: cupyconv is faster left of 1."""
     ticks = [element("text", text, x=place, y=12, text_anchor="middle") for place, text in axis.ticks()]
     head = element("div", element("span"), element("svg", ticks, class_="axis", height=16))
     lines = [
@@ -101,7 +101,7 @@ def _strip(row: Mapping[str, Any], peers: Sequence[str], axis: RatioAxis) -> Htm
 
 
 def legend(peers: Sequence[str]) -> Html:
-    """Which shape is whose, and what the colours say."""
+    """Return the legend of shapes and colors."""
     keys = [_key(peer.removeprefix(f"{OURS} "), marker(number, x=8, y=8)) for number, peer in enumerate(peers)]
     keys.append(_key("cupyconv is slower", marker(0, lost=True, x=8, y=8)))
     keys.append(_key("hollow: the machine was busy", marker(0, unsteady=True, x=8, y=8)))
@@ -120,7 +120,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 46
 
 @dataclass(frozen=True)
 class Plane:
-    """Two logarithmic axes over what is to be drawn."""
+    """Two logarithmic axes over the data."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -138,7 +138,7 @@ class Plane:
     def axes(
         self, x_ticks: Mapping[float, str], y_ticks: Mapping[float, str], x_title: str, y_title: str
     ) -> list[Html]:
-        """Grid lines, what stands at them, and what the axes are."""
+        """Draw grid lines, their labels, and the titles of the axes."""
         drawn = []
         for value, text in x_ticks.items():
             x, low = self.at(value, self.y[0])
@@ -175,7 +175,7 @@ def _picture(label: str, *drawn: Iterable[Html]) -> Html:
 
 
 def _decades(within: tuple[float, float], unit: float = 1.0, base: int = 10) -> dict[float, str]:
-    """Powers of the base, in the unit; with few decades also their halves and fifths."""
+    """Return powers of the base in this unit; over few decades also their multiples by 2 and 5."""
     low, high = (log10(value / unit) for value in within)
     steps = (1, 2, 5) if high - low < 2.5 else (1,)
     powers = range(floor(low), ceil(high) + 1)
@@ -187,7 +187,7 @@ def _decades(within: tuple[float, float], unit: float = 1.0, base: int = 10) -> 
 
 
 def roofline(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, Any]) -> Html:
-    """Operations a second against operations per byte, under what a copy and a GEMM of the same run reach."""
+    """Draw operations per second against operations per byte, below the rates of a copy and a GEMM of the same run."""
     bandwidth, products = floors["bandwidth"], floors["products"]
     points = [(row, row["floor"]["flops"] / row["floor"]["bytes"], _speed(row)) for row in rows if OURS in row["ways"]]
     ridges = {precision: peak / bandwidth for precision, peak in products.items()}
@@ -218,18 +218,18 @@ def _speed(row: Mapping[str, Any]) -> float:
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
-#: What stands in a record of memory, the kind of its line, and what it is called.
+#: Fields of a memory record, with the kind of the line and its label.
 SERIES = {
     "columns": ("lost", "columns of all samples at once"),
     "planned": ("won dashed", "cupyconv, what explain states"),
     "measured": ("won", "cupyconv, measured"),
 }
-#: Bytes below which nothing is told apart.
+#: Smaller byte counts are drawn as this one.
 LEAST = 1 << 12
 
 
 def memory_chart(row: Mapping[str, Any]) -> Html:
-    """Bytes beyond the result against the number of samples."""
+    """Draw bytes in addition to the result against the number of samples."""
     batches = row["batches"]
     known = {name: [max(LEAST, value) for value in row[name]] for name in SERIES}
     plane = Plane.over(batches, [value for values in known.values() for value in values])
@@ -247,7 +247,7 @@ def memory_chart(row: Mapping[str, Any]) -> Html:
 
 
 def memory_legend() -> Html:
-    """Which line is which."""
+    """Return the legend of the lines."""
     keys = [
         _key(said, element("line", x1=0, x2=16, y1=8, y2=8, class_=f"stroke {kind}")) for kind, said in SERIES.values()
     ]

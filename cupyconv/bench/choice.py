@@ -1,4 +1,4 @@
-"""Did ``method="auto"`` choose well?  Its choice, held to the times that a results file has of every method."""
+"""Did ``method="auto"`` choose well?  Compares its choice with the times of all methods in a results file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from cupyconv.bench.record import EXACT, OURS, is_ours
 
-#: A choice is good where it takes at most this much longer than the best method,
+#: A choice is good if its time is at most this multiple of the best method's time.
 WITHIN = 1.10
-#: and planning is where this share of its choices are.
+#: The planner is good if this share of its choices is good.
 SHARE = 0.90
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen for one case, and the seconds that were measured of each method."""
+    """The method chosen for one case, and the measured seconds of each method."""
 
     case: str
     chosen: str
@@ -28,7 +28,7 @@ class Choice:
 
     @property
     def loss(self) -> float:
-        """Time of the choice over that of the best; infinite where the choice was not measured."""
+        """Time of the choice divided by that of the best method; infinite if the choice was not measured."""
         return self.seconds.get(self.chosen, float("inf")) / self.seconds[self.best]
 
     @property
@@ -41,7 +41,7 @@ class Choice:
 
 
 def recorded(record: Mapping[str, Any]) -> list[Choice]:
-    """The choices of the run itself, where there was one: cases of which two methods were measured."""
+    """Return the choices of the run, for cases in which at least two methods were measured."""
     return [choice for row in record["cases"] if (choice := choice_of(row)) is not None]
 
 
@@ -50,14 +50,14 @@ def worst_first(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def bad_choices(choices: Iterable[Choice]) -> list[Choice]:
-    """The worst first."""
+    """Return the bad choices, worst first."""
     return [choice for choice in worst_first(choices) if not choice.is_good]
 
 
 def choice_of(row: Mapping[str, Any]) -> Choice | None:
-    """The choice of a results file's row; None where fewer than two methods were measured.
+    """Return the choice of a row of a results file, or None if fewer than two methods were measured.
 
-    Of a chain its layers in separate calls count as a method: a choice that loses to them is a bad one.
+    For a chain, its layers in separate calls count as a method: a choice that is slower than these is bad.
     """
     measured = {name.removeprefix(OURS).strip(): way["median"] for name, way in row["ways"].items() if is_ours(name)}
     seconds = {name or row["chosen"]: median for name, median in measured.items() if name != EXACT}

@@ -1,11 +1,11 @@
-"""Time: one call with empty caches, calls in a row, and rounds in which every way to do a job has its turn.
+"""Timing: one call with empty caches, calls in a row, and rounds in which all implementations of a job take turns.
 
-On a GPU a sample is, enqueued on the current stream::
+On a GPU, a sample enqueues on the current stream::
 
     write more than the L2 cache holds | spin while the host enqueues | event | the call | event
 
-The spinning kernel (``kernels/bench/delay.cu``) lets the host run ahead, so that what is between the events is the
-GPU's time and not the interpreter's; that time is read from the host's clock and reported beside it.
+The spinning kernel (``kernels/bench/delay.cu``) lets the host run ahead.  The time between the events is therefore the
+GPU's time and not the interpreter's, which the host's clock measures and which is reported separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import Call
 
-#: A median this many times the least says more of the moment than of the way.
+#: If the median exceeds the minimum by this factor, the measurement was disturbed.
 UNSTEADY = 2.0
 
 _T = TypeVar("_T")
@@ -30,29 +30,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of one call: on the device, and until it returned on the host."""
+    """Seconds of one call: on the device, and on the host until it returns."""
 
     device: float
     host: float
 
 
 class Clock(Protocol):
-    """What measuring needs of a machine."""
+    """The machine-dependent part of a measurement."""
 
-    #: Rounds: never fewer, never more; and samples before them that do not count.
+    #: Minimum and maximum number of rounds, and the number of samples before them that do not count.
     rounds: tuple[int, int]
     warm_up: int
-    #: A way that was twice found this many times slower than the one that is judged is without hope.
+    #: An implementation is hopeless if it was twice found slower than the judged one by this factor.
     hopeless: float
-    #: How a sample is taken, in words.
+    #: A description of how a sample is taken.
     method: str
 
     def sample(self, call: Call, host: float) -> Sample:
-        """One call; `host` is about how long the host takes to enqueue it."""
+        """Time one call; `host` is the approximate time that the host needs to enqueue it."""
         ...
 
     def row(self, call: Call, count: int) -> float | None:
-        """Seconds a call of `count` enqueued one after the other; None where that is no other thing."""
+        """Return seconds per call of `count` calls enqueued in a row, or None if this is the same as a sample."""
         ...
 
     def synchronise(self) -> None: ...
@@ -60,7 +60,7 @@ class Clock(Protocol):
 
 @dataclass
 class Timing:
-    """The samples of one way, and what they come to."""
+    """The samples of one implementation, and their summary."""
 
     device: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Timing:
 
     @property
     def is_steady(self) -> bool:
-        """Whether nothing else had the processor for half of the rounds."""
+        """Whether nothing else used the processor in half of the rounds."""
         return statistics.median(self.device) <= UNSTEADY * min(self.device)
 
     def summary(self) -> dict[str, Any]:
-        """For a record: seconds."""
+        """Return the summary for a record, in seconds."""
         return {
             "median": statistics.median(self.device),
             "min": min(self.device),
@@ -97,10 +97,10 @@ def measure(
     judged: str = "",
     may_drop: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """Warm up, then as many rounds as `seconds` allow; a way that raises drops out and is reported.
+    """Warm up, then run as many rounds as fit into `seconds`.  An implementation that raises drops out and is reported.
 
-    Rounds go on while a way is unsteady.  Of the ways that `may_drop`, those without hope have no turns.
-    `sample` and `row` are those of the clock that times the way of a name, here or in another process.
+    Rounds continue while an implementation is unsteady.  Hopeless implementations that `may_drop` allows to drop take
+    no turns.  `sample` and `row` time the implementation with a given name, in this process or in another one.
     """
     timings = {name: Timing() for name in names}
     failed: dict[str, Exception] = {}
@@ -128,7 +128,7 @@ def measure(
 
     in_turns = sorted(warm)
     for name in [name for name in in_turns if may_drop(name) and warm[name].device > slowest]:
-        again = turn(name)  # the first may have met a bad moment
+        again = turn(name)  # the first sample may have been disturbed
         if again is not None and again.device > slowest:
             timings[name].add(again)
             in_turns.remove(name)
@@ -149,26 +149,26 @@ def measure(
 
 
 def ratio(ours: Timing, other: Timing, judged: str) -> dict[str, Any]:
-    """Our time over the other's: the median, and the quartiles, of the rounds' own ratios."""
+    """Return our time divided by the other's: the median and the quartiles of the ratios per round."""
     mine, theirs = (getattr(timing, judged) for timing in (ours, other))
-    if len(mine) != len(theirs):  # one of them was measured in its warm-up
+    if len(mine) != len(theirs):  # one of them was measured only during warm-up
         mine, theirs = [statistics.median(mine)], [statistics.median(theirs)]
     ratios = [a / b for a, b in zip(mine, theirs) if b > 0]
     return {"ratio": statistics.median(ratios), "quartiles_of_ratio": _quartiles(ratios)} if ratios else {}
 
 
-#: Seconds of a turn, in which a call is repeated, and the fewest calls; and the seconds of a call that is alone in its turn.
+#: Seconds of a turn, in which a call is repeated; the fewest calls; seconds above which a call runs once per turn.
 TURN, CALLS, LONG = 0.08, 3, 0.25
-#: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at: many
-#: times the 4 ms between two ticks of a kernel, as it counts the time of a running thread.
+#: Seconds to wait at most for pool threads that spin after a call, and between checks of them.  The latter is many
+#: times the 4 ms between two ticks of an operating system kernel, with which it counts a thread's time.
 SPINNING, LOOK = 0.5, 0.02
 
 
 class HostClock:
-    """A processor's own clock, of calls that follow others like them: caches and threads are as in steady use.
+    """The processor's clock, for calls that follow similar ones: caches and threads are in a steady state.
 
-    After its turn a process waits for whatever its threads still do: a BLAS's workers spin for a tenth of a second after
-    a product, on the cores that the next library's call would have.
+    After its turn, a process waits until its threads are idle: BLAS workers spin for a tenth of a second after a
+    product, on the cores that the next library's call needs.
     """
 
     rounds = (3, 15)
@@ -199,7 +199,7 @@ class HostClock:
 
 
 def let_threads_rest() -> None:
-    """Wait until this process takes no processor time, or nearly none."""
+    """Wait until this process uses almost no processor time."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < SPINNING:
         busy, looked = time.process_time(), time.perf_counter()
@@ -214,7 +214,7 @@ class CudaClock:
     rounds = (5, 25)
     warm_up = 3
     hopeless = float("inf")
-    #: Beside the time the host needs to enqueue the call.
+    #: Seconds of spinning in addition to the time the host needs to enqueue the call.
     MARGIN = 20e-6
     LONGEST_DELAY = 20e-3
 

@@ -1,7 +1,7 @@
-"""SciPy and OpenCV as peers of filters: one channel in and one out, one sample, stride 1.
+"""SciPy and OpenCV as peers for filters: one input and one output channel, one sample, stride 1.
 
-Of SciPy the direct functions, which use one thread, and for large kernels those that transform, of several channels too.
-OpenCV takes a Fourier transform for large filters.
+SciPy takes part with its direct functions, which use one thread.  For large kernels its transforms take part, also with
+several channels.  OpenCV uses a Fourier transform for large filters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupyconv.demo.libraries import Call
 
 
 def _is_filter(case: AnyCase) -> bool:
-    """Whether it is one image or signal and one filter, of real numbers."""
+    """Return whether a case is one image or signal and one filter, with real numbers."""
     if not isinstance(case, Case) or isinstance(case, GradientCase) or case.then:
         return False
     plain = case.batch == case.stride == case.dilation == 1 and case.dtype in ("float32", "float64")
@@ -30,14 +30,14 @@ def _is_filter(case: AnyCase) -> bool:
 
 
 def _is_centred(case: AnyCase) -> bool:
-    """Whether the result is as large as the image, and each pixel's window lies around it."""
+    """Return whether the result is as large as the image, and each window is centered on its pixel."""
     return isinstance(case, Case) and all(
         k % 2 == 1 and pair == (k // 2, k // 2) for k, pair in zip(case.kernel, case.pairs)
     )
 
 
 def _ways(case: AnyCase, calls: Mapping[str, Call], *, transform: bool = False) -> list[Way]:
-    """Each gives the image alone."""
+    """Return implementations whose results are the image alone."""
     return [
         Way(name, lambda call=call: call, _with_channels, transform=transform)  # type: ignore[misc]
         for name, call in calls.items()
@@ -49,7 +49,7 @@ def _with_channels(image: Any) -> Any:
 
 
 def _in_pairs(function: Callable[..., Any], case: Case, xs: list[Any], weight: Any) -> Any:
-    """A call for each pair of a channel and an output."""
+    """Call the function for each pair of an input and an output channel."""
     images = [image for x in xs for image in x[0]]
     inputs, outputs = case.in_channels // case.groups, case.out_channels // case.groups
     y = np.zeros((1, case.out_channels, *case.out_size), weight.dtype)
@@ -61,17 +61,17 @@ def _in_pairs(function: Callable[..., Any], case: Case, xs: list[Any], weight: A
 
 
 def _at_once(function: Callable[..., Any], case: Case, xs: list[Any], weight: Any) -> Any:
-    """One call for all pairs, which needs the inputs concatenated."""
+    """Call the function once for all pairs, which requires concatenated inputs."""
     spatial = tuple(range(-len(case.size), 0))
     image = np.concatenate(xs, axis=1).reshape(case.groups, 1, -1, *case.size)
     kernel = np.flip(weight, spatial).reshape(case.groups, -1, image.shape[2], *case.kernel)
     centre = tuple(slice(k // 2, k // 2 + n) for k, n in zip(case.kernel, case.size))
-    full = function(image, kernel, axes=spatial)  # "same" would be as large as the image along the outputs too
+    full = function(image, kernel, axes=spatial)  # "same" would crop the axis of outputs to the image's length
     return full[(..., *centre)].sum(2).reshape(1, case.out_channels, *case.out_size)
 
 
 def _transforms(signal: ModuleType, case: Case, xs: list[Any], weight: Any) -> list[Way]:
-    """By Fourier transforms, of the whole image or piece by piece."""
+    """Return implementations by Fourier transforms, of the whole image or of blocks."""
     calls: dict[str, Call] = {
         name: partial(_in_pairs, getattr(signal, name), case, xs, weight) for name in ("fftconvolve", "oaconvolve")
     }
@@ -81,9 +81,9 @@ def _transforms(signal: ModuleType, case: Case, xs: list[Any], weight: Any) -> l
 
 
 class SciPy(Participant):
-    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``; beside them ``numpy.correlate``.
+    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``, and also ``numpy.correlate``.
 
-    Of large kernels ``signal.fftconvolve``, whose transforms use so many threads, and ``signal.oaconvolve``.
+    For large kernels ``signal.fftconvolve``, whose transforms use `threads` threads, and ``signal.oaconvolve``.
     """
 
     def __init__(self, threads: int) -> None:
@@ -118,7 +118,7 @@ class SciPy(Participant):
 
 
 class OpenCV(Participant):
-    """``filter2D``, on so many threads."""
+    """``filter2D`` with `threads` threads."""
 
     def __init__(self, threads: int) -> None:
         self._cv2 = installed("cv2")

@@ -1,4 +1,4 @@
-"""JAX as a peer: each case one function under ``jax.jit``, compiled before it is timed."""
+"""JAX as a peer: each case is one function under ``jax.jit``, compiled before it is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LETTERS = "DHW"
 
 
 class Jax(Participant):
-    """XLA's code for the processor; its number of threads is that of the process's environment."""
+    """XLA's code for the processor.  The environment of the process sets its number of threads."""
 
     def __init__(self) -> None:
         self._jax = installed("jax")
@@ -28,7 +28,7 @@ class Jax(Participant):
         return {"jax": self._jax.__version__}
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
-        """All but complex numbers."""
+        """Support all cases except complex numbers."""
         if case.dtype.startswith("complex"):
             return []
         return [Way("jax", partial(self._compiled, case, xs, weights), np.asarray, transform=True, allocates=True)]
@@ -59,7 +59,7 @@ class Jax(Participant):
         )  # fmt: skip
 
     def _gradient(self, case: GradientCase, xs: list[Any], weights: list[Any]) -> Any:
-        """The transpose of the function, which is linear in what the gradient is of."""
+        """Compute the transpose of the function, which is linear in the argument of the gradient."""
         arriving, *inputs = xs
         if case.of == "input":
             shape: tuple[int, ...] = (case.batch, case.in_channels, *case.size)
@@ -70,7 +70,7 @@ class Jax(Participant):
         return self._jax.linear_transpose(linear, self._jax.ShapeDtypeStruct(shape, arriving.dtype))(arriving)[0]
 
     def _recurrent_layer(self, case: RecurrentCase, xs: list[Any], weights: list[Any]) -> Any:
-        """One product of all inputs, then a scan over the steps."""
+        """Compute one product of all inputs, then a scan over the steps."""
         jnp, sigmoid = self._jax.numpy, self._jax.nn.sigmoid
         weight_ih, weight_hh, bias_ih, bias_hh = weights
 

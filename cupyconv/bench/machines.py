@@ -1,4 +1,4 @@
-"""The machine that is measured: arrays, a clock, and what figures taken on it depend on."""
+"""The measured machine: arrays, a clock, and the properties that its figures depend on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name
 
 @dataclass(frozen=True)
 class Machine:
-    """What the command needs of an array library on a device; tests give it one of their own."""
+    """The array library and device for the command; tests pass their own."""
 
     library: Library
     clock: Clock
@@ -34,12 +34,12 @@ class Machine:
     #: ``"sm_90"``, or None for NumPy.
     arch: str | None = None
     properties: dict[str, Any] = field(default_factory=dict)
-    #: For the floors: bytes of the array that is copied, rows of the matrices by element size.
+    #: For the floors: bytes of the copied array, and rows of the matrices by element size.
     copy_bytes: int = 1 << 27
     gemm_rows: Callable[[int], int] = lambda itemsize: 1024
-    #: Gives back memory that no array uses.
+    #: Releases unused memory.
     release: Callable[[], None] = lambda: None
-    #: The stream that the clock times, where there are streams.
+    #: The stream that the clock times, if there are streams.
     stream: Callable[[], int | None] = lambda: None
 
     @property
@@ -48,14 +48,14 @@ class Machine:
 
 
 def numpy_machine() -> Machine:
-    """NumPy on this processor."""
-    # Its products of 16-bit matrices have no BLAS under them: 2048 rows would take minutes.
+    """Return NumPy on this processor."""
+    # NumPy multiplies 16-bit matrices without BLAS: 2048 rows would take minutes.
     rows = {2: 256}
     return Machine(numpy_library(), HostClock(), repeat_normals, gemm_rows=lambda itemsize: rows.get(itemsize, 1024))
 
 
 def cuda_machine(cupy: ModuleType) -> Machine:
-    """CuPy on the current GPU."""
+    """Return CuPy on the current GPU."""
     ordinal = cupy.cuda.Device().id
     properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
     name = properties["name"]
@@ -67,7 +67,7 @@ def cuda_machine(cupy: ModuleType) -> Machine:
         return cupy.asarray(values.view(np.uint16) if values.itemsize == 2 else values)
 
     def fill(dtype: str, first: int, elements: int) -> Any:
-        # Two-byte values travel as integers: no kernel of CuPy's need know bfloat16.
+        # Two-byte values are repeated as integers, so that no CuPy kernel needs to support bfloat16.
         return cupy.resize(uploaded(dtype)[first % PERIOD :], elements).view(dtype_from_name(dtype))
 
     return Machine(
@@ -80,7 +80,7 @@ def cuda_machine(cupy: ModuleType) -> Machine:
             "multiprocessors": properties["multiProcessorCount"],
             "memory_bytes": properties["totalGlobalMem"],
             "l2_bytes": properties["l2CacheSize"],
-            # as NVIDIA numbers it, which CUDA does not tell
+            # The version number that NVIDIA publishes; CUDA does not report it.
             "driver": _output("nvidia-smi", f"--id={ordinal}", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda_of_driver": cupy.cuda.runtime.driverGetVersion(),
             "cuda_runtime": cupy.cuda.runtime.runtimeGetVersion(),
@@ -96,7 +96,7 @@ def cuda_machine(cupy: ModuleType) -> Machine:
 
 
 def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
-    """What the figures depend on; `threads` are those of every library, or as each process has them."""
+    """Return what the figures depend on.  `threads` applies to every library; None means each process's own number."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "date": date.today().isoformat(),
@@ -116,14 +116,14 @@ def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
 
 
 def commit_of(file: Path) -> str:
-    """The commit that a file is at; "unknown" of one that merely lies inside a repository, as an installed one may."""
+    """Return the commit of a tracked file, or "unknown" for another file in a repository, such as an installed one."""
     git = "git", "-C", str(file.parent)
     is_tracked = _output(*git, "ls-files", "--", file.name) == file.name
     return _output(*git, "describe", "--always", "--dirty") if is_tracked else "unknown"
 
 
 def _output(*command: str) -> str:
-    """What a program prints, or "unknown"."""
+    """Return what a program prints, or "unknown"."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -137,7 +137,7 @@ def _blas_threads() -> str:
 
 
 def _blas_kernels() -> str:
-    """The processor whose kernels BLAS runs: that of an environment variable, where one names it."""
+    """Return the processor type whose kernels BLAS runs, which an environment variable may select."""
     libraries = (library for library in threadpool_info() if library["user_api"] == "blas")
     return ", ".join(dict.fromkeys(library.get("architecture", "unknown") for library in libraries)) or "unknown"
 

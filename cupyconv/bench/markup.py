@@ -1,16 +1,16 @@
-"""HTML and SVG by elements: what is opened is closed, and text is escaped."""
+"""HTML and SVG from elements: every element is closed, and text is escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 
-#: Elements that have nothing in them.
+#: Elements without content.
 VOID = frozenset(("meta", "line", "circle", "path", "use", "polyline"))
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is HTML already and is not escaped."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ Child = str | Iterable[str]
 
 
 def element(name: str, /, *children: Child, **attributes: object) -> Html:
-    """One element; `class_` is the attribute class, `stroke_width` is stroke-width, and None leaves one out."""
+    """Return one element.  `class_` is the attribute class, `stroke_width` is stroke-width, None omits an attribute."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -32,7 +32,7 @@ def element(name: str, /, *children: Child, **attributes: object) -> Html:
 
 
 def join(*children: Child) -> Html:
-    """Elements and texts one after the other."""
+    """Concatenate elements and texts."""
     return Html("".join(_one(child) if isinstance(child, str) else join(*child) for child in children))
 
 
@@ -41,7 +41,7 @@ def _one(child: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, marks: str = "") -> Html:
-    """A table that scrolls sideways; a cell that begins with `<td` stands as it is, a row's first cell names the row."""
+    """Return a table that scrolls sideways.  Cells that begin with `<t` stay as is; the first cell names its row."""
     lines = [
         element(
             "tr", (cell if cell.startswith("<t") else element("td" if n else "th", cell) for n, cell in enumerate(row))

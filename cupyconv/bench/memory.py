@@ -1,7 +1,7 @@
-"""Memory against batch size: what a call allocates beyond its result, measured and as `explain` states it.
+"""Memory against batch size: what a call allocates in addition to its result, as measured and as `explain` states it.
 
-Beside it stand the columns of all samples, which a product of matrices needs where nobody cuts them into blocks: of a
-merge the concatenation, of other layers every window.
+For comparison, the record has the size of all samples' columns, which a matrix product needs without blocking.  For a
+merge the columns are the concatenation, for other layers all windows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cupyconv.bench.runner import AnyRunner
 from cupyconv.problem.arrays import ITEMSIZE
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: The most bytes of a case's inputs and result.
+#: Largest size of a case's inputs and result in bytes.
 LARGEST = 1 << 28
 
 
 def growing(cases: Iterable[object]) -> list[Case]:
-    """Of a table: the first merge, the first merge with a larger kernel, and the first other layer with one."""
+    """Return from a table its first merge, first merge with a larger kernel, and first other layer with one."""
     first: dict[tuple[bool, bool], Case] = {}
     for case in cases:
         if isinstance(case, Case) and not isinstance(case, GradientCase) and not case.then and case.judged == "device":
@@ -34,12 +34,12 @@ def growing(cases: Iterable[object]) -> list[Case]:
 
 
 def columns_bytes(case: Case) -> int:
-    """The columns of all samples."""
+    """Return the bytes of all samples' columns."""
     return case.batch * case.fan_in * prod(case.out_size) * ITEMSIZE[case.dtype]
 
 
 def over_batches(case: Case, runner: AnyRunner, until: float) -> dict[str, Any]:
-    """For a record: bytes beyond the result at each number of samples, as far as the arrays stay small and time lasts."""
+    """Return bytes in addition to the result per batch size, for a record, while arrays are small and time remains."""
     row: dict[str, Any] = {"case": asdict(case), "batches": [], "measured": [], "planned": [], "columns": []}
     for batch in BATCHES:
         grown = replace(case, batch=batch)

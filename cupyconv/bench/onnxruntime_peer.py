@@ -1,7 +1,7 @@
-"""ONNX Runtime as a peer: a case as a model of one node or a few, its weights constants of the model.
+"""ONNX Runtime as a peer: a case is a model of one or a few nodes, with constant weights.
 
-They are laid out for its own loops when the model is loaded, before anything is timed; the library is handed its
-weights with every call.
+ONNX Runtime lays out the weights for its own loops when it loads the model, before anything is timed.  The library
+receives its weights with every call.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cupyconv.bench.peers import Participant, Way, installed
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 from cupyconv.demo.libraries import Call
 
-#: Our order of the gates in ONNX's: i f g o -> i o f c, r z n -> z r h.
+#: Maps ONNX's order of the gates to cupyconv's: i f g o -> i o f c, r z n -> z r h.
 _GATES = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}
 _OPSET, _IR = 17, 8
 
 
 class OnnxRuntime(Participant):
-    """Models with the float32 cases, on so many threads."""
+    """Models of the float32 cases, with `threads` threads."""
 
     def __init__(self, threads: int) -> None:
         self._onnx, self._runtime = installed("onnx"), installed("onnxruntime")
@@ -33,7 +33,7 @@ class OnnxRuntime(Participant):
         return {"onnxruntime": self._runtime.__version__}
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
-        """Of the gradients there is that of one input: ConvTranspose."""
+        """Support gradients only with respect to one input, by ConvTranspose."""
         of_weight = isinstance(case, GradientCase) and (case.of == "weight" or len(case.channels) > 1)
         if case.dtype != "float32" or of_weight:
             return []
@@ -81,7 +81,7 @@ class OnnxRuntime(Participant):
         return nodes
 
     def _gradient(self, case: GradientCase) -> list[Any]:
-        """What the strides did not reach is the attribute output_padding."""
+        """Return the gradient's node; its output_padding covers elements that the strides do not reach."""
         unread = [
             n + before + after - (out - 1) * case.stride - case.dilation * (k - 1) - 1
             for n, (before, after), out, k in zip(case.size, case.pairs, case.out_size, case.kernel)
@@ -119,10 +119,10 @@ def _first(outputs: list[Any]) -> Any:
 
 
 def _without_directions(outputs: list[Any]) -> Any:
-    """y (T, 1, N, H) of the one direction."""
+    """Return y (T, 1, N, H) without its axis of directions."""
     return outputs[0][:, 0]
 
 
 def _one_step(outputs: list[Any]) -> Any:
-    """h (1, N, H) of the one direction."""
+    """Return h (1, N, H) without its axis of directions."""
     return outputs[0][0]

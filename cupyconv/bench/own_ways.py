@@ -1,10 +1,10 @@
-"""The library's own ways: the choice of ``method="auto"``, every other method, and what the choice is held to.
+"""The library's implementations: the choice of ``method="auto"``, all other methods, and what it is compared with.
 
 ======================================  ==================================================================
 ``cupyconv``                            the call as a user writes it
-``cupyconv gemm``, ...                  the same by each other method that applies
-``cupyconv exact``                      without Winograd's transform or Fourier's, where one was chosen
-``cupyconv layer by layer``             a chain by one call of `conv` for each layer
+``cupyconv gemm``, ...                  the call with each other method that applies
+``cupyconv exact``                      without Winograd or Fourier transforms, if one was chosen
+``cupyconv layer by layer``             a chain as one call of `conv` per layer
 ======================================  ==================================================================
 """
 
@@ -23,13 +23,13 @@ from cupyconv.call.options import options
 from cupyconv.demo.libraries import Call
 from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Rounds, Step
 
-#: The methods that transform their data, and the options that forbid them.
+#: The methods that transform their data, and the options that disable them.
 TRANSFORMS = ("winograd", "fft")
 FORBIDDEN = {"allow_winograd": False, "allow_fft": False}
 
 
 class Ours(Participant):
-    """This library, by `methods` and by its own choice."""
+    """This library, with `methods` and with its own choice."""
 
     def __init__(self, methods: tuple[str, ...] | None = None) -> None:
         self._methods = methods
@@ -58,7 +58,7 @@ class Ours(Participant):
         return square.bound([x], [weight], "gemm")
 
     def _plans(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> tuple[dict[str, Plan], dict[str, str]]:
-        """The plan of ``auto`` and of each named method that applies; why the others do not."""
+        """Return the plans of ``auto`` and of each named method that applies, and why the others do not apply."""
         function, arguments, keywords = case.call(xs, weights)
         plans: dict[str, Plan] = {}
         rejected: dict[str, str] = {}
@@ -88,7 +88,7 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def _launches(step: Step) -> list[KernelLaunch]:
-    """What a step launches, repeated as often as it is."""
+    """Return the launches of a step, repeated as often as they run."""
     if isinstance(step, LaunchLoop):
         return [*step.launches] * step.times
     if isinstance(step, Rounds):

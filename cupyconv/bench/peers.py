@@ -1,7 +1,7 @@
-"""What it takes to be measured: a participant offers ways to do a case.
+"""The interface of a participant, which offers implementations of a case.
 
-The library is one, in `own_ways.py`; its peers are the others.  A participant is made in the process in which it runs.
-What is not installed is told, and left out.
+The library is one participant, in `own_ways.py`; the others are its peers.  A participant is created in the process in
+which it runs.  A peer that is not installed is reported and left out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cupyconv.demo.libraries import Call
 
 
 class NotInstalled(Exception):
-    """A library that is not there."""
+    """A library is not installed."""
 
 
 def installed(name: str) -> ModuleType:
-    """The library of this name; NotInstalled where it is not there."""
+    """Return the library of this name; raise NotInstalled if it is missing."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -34,11 +34,12 @@ def installed(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do a case.
+    """One implementation of a case.
 
-    `prepare` gives the call to be timed, or raises.  `as_array` makes an array of the machine's from what it returns.
-    `transform` allows the errors of an algorithm that transforms its data.  The memory of a way that `allocates` for
-    itself is not counted.  `patience` is the seconds that must be left of the run when it is prepared.
+    `prepare` returns the call to be timed, or raises.  `as_array` converts the call's result to an array of the
+    machine.  `transform` allows the errors of an algorithm that transforms its data.  If an implementation allocates
+    memory itself (`allocates`), its memory is not counted.  It is only prepared if at least `patience` seconds of the
+    run are left.
     """
 
     name: str
@@ -50,27 +51,27 @@ class Way:
 
 
 class Participant:
-    """A library with its ways to do a case."""
+    """A library with its implementations of cases."""
 
     def properties(self) -> dict[str, Any]:
-        """Versions, for the record."""
+        """Return versions for the record."""
         return {}
 
     def during(self, case: AnyCase) -> AbstractContextManager[Any]:
-        """Around all that is done of a case."""
+        """Return a context for all work on a case."""
         return nullcontext()
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
-        """None where the case is not for this library."""
+        """Return the implementations of a case, empty if the library does not support it."""
         raise NotImplementedError
 
     def product(self, square: Case, x: Any, weight: Any) -> Call | None:
-        """A product of two matrices as the case of a 1x1 convolution, for the floor; None where there is none."""
+        """Return a product of two matrices, given as a 1x1 convolution, for the floor, or None if there is none."""
         return None
 
     def release(self) -> None:
-        """Give back memory that nothing uses."""
+        """Release unused memory."""
 
     def notes(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> dict[str, Any]:
-        """What is noted of a case in the record."""
+        """Return notes on a case for the record."""
         return {}

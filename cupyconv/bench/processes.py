@@ -1,7 +1,7 @@
-"""A runner in a process of its own: the two ends of a pipe.
+"""A runner in a separate process: the two ends of a pipe.
 
-A question is the name of a `Runner`'s method with its arguments, pickled; the answer is what it returned, or what it
-raised.  The number of threads is in the environment before the process begins, as some libraries look nowhere else.
+A request is the name of a `Runner` method with its arguments, pickled.  The response is the returned value or the
+raised exception.  The environment of the process sets the number of threads, because some libraries read it only there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupyconv.bench.record import OURS
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.runner import PEERS, Offer, Runner
 
-#: Where libraries look for their number of threads: OpenBLAS, MKL, BLIS, Accelerate, OpenMP, and XLA for jax.
+#: Environment variables for the number of threads: OpenBLAS, MKL, BLIS, Accelerate, OpenMP, and XLA for jax.
 THREADS_OF = (
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -34,11 +34,11 @@ THREADS_OF = (
 
 
 class Raised(Exception):
-    """What was raised in the other process, in words."""
+    """An exception of the other process, as text."""
 
 
 class ProcessRunner:
-    """`AnyRunner` in a process that begins at once, and again after it ended."""
+    """`AnyRunner` in a process that starts immediately, and restarts after it has ended."""
 
     def __init__(self, name: str, threads: int, methods: tuple[str, ...] | None = None) -> None:
         self._name, self._threads, self._methods = name, threads, methods
@@ -76,7 +76,7 @@ class ProcessRunner:
         return self._ask("properties")
 
     def set_up(self, case: AnyCase) -> tuple[list[Offer], dict[str, Any]]:
-        if self._process.poll() is not None:  # a case ended it
+        if self._process.poll() is not None:  # a case ended the process
             self.close()
             self._begin()
         return self._ask("set_up", case)
@@ -104,14 +104,14 @@ class ProcessRunner:
         return self._ask("product_rate", case)
 
     def close(self) -> None:
-        """End the process; whatever it still does is not waited for."""
+        """End the process without waiting for its work."""
         self._process.kill()
-        with suppress(BrokenPipeError):  # of a question that was never read
+        with suppress(BrokenPipeError):  # a request may never have been read
             self._process.communicate()
 
 
 def serve() -> None:
-    """The other end: answer until nobody asks.  What libraries print goes to the standard error stream."""
+    """Serve requests until the pipe closes.  Output that libraries print goes to the standard error stream."""
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

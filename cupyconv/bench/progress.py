@@ -1,4 +1,4 @@
-"""One line on the terminal while a long run goes on: how many of how many, and the time that is left."""
+"""One line on the terminal during a long run: progress and the remaining time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from cupyconv.demo.page import WIDTH
 
 
 class Progress:
-    """Draws the line on standard error where that is a terminal, nowhere else; what is printed goes above it."""
+    """Draws the line on standard error if that is a terminal.  Printed text appears above the line."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
         self._line = ""
 
     def show(self, number: int, of: int, seconds: float, name: str) -> None:
-        """The line: which one is under way, and about how many seconds are left."""
+        """Show the current item and the approximate number of seconds left."""
         self._draw(f"{number} of {of}, {duration(seconds)} left: {name}"[: WIDTH - 1])
 
     def say(self, text: str) -> None:
-        """Print to standard output, and keep the line beneath."""
+        """Print to standard output, and keep the line below the text."""
         line = self._line
         self._draw("")
         print(text, flush=True)
@@ -36,6 +36,6 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, as one says them."""
+    """Format seconds as minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,4 +1,4 @@
-"""A results file: everything that was measured and what it depends on, whole after every case.
+"""A results file: all measurements and what they depend on, written completely after every case.
 
 ::
 
@@ -9,8 +9,9 @@
      "memory": [{"case": {...}, "batches": [N, ...], "measured": [bytes, ...], "planned": [...], "columns": [...]}],
      "errors": [{"case": name, "way": name, "error": text}], "skipped": [names]}
 
-Times are seconds.  ``ways`` has the library's choice as ``cupyconv``, its other ways by their names, and the peers; the
-``ratio`` of each is the library's time over its own, the median of the rounds' ratios: below 1 the library is faster.
+Times are seconds.  In ``ways`` the library's choice is ``cupyconv``; its other implementations and the peers have their
+own names.  The ``ratio`` of each is the library's time divided by its own, the median over rounds: below 1 the library
+is faster.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 OURS = "cupyconv"
-#: Of the library's ways: exact arithmetic where the choice transforms, and a chain as separate calls.
+#: Two of the library's implementations: exact arithmetic if the choice transforms, and a chain as separate calls.
 EXACT = "exact"
 LAYER_BY_LAYER = "layer by layer"
 
 
 def new_record(environment: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """A record of nothing yet."""
+    """Return an empty record."""
     return {
         "environment": environment,
         "seconds": seconds,
@@ -42,7 +43,7 @@ def new_record(environment: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:
-    """Replace the file at once, so that whoever stops the run finds the last whole one."""
+    """Replace the file atomically, so that an interrupted run leaves the last complete one."""
     if path is None:
         return
     beside = path.with_name(path.name + ".part")
@@ -51,12 +52,12 @@ def write_record(record: dict[str, Any], path: Path | None) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What an earlier run wrote."""
+    """Return the record that an earlier run wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def resume(record: dict[str, Any]) -> dict[str, Any]:
-    """A record to go on with: the case during which its process ended has failed, what was skipped is open again."""
+    """Prepare a record to be resumed: a case whose process ended has failed, and skipped cases are open again."""
     if record["running"] is not None:
         add_error(record, record["running"], "", "the process ended while this case was measured")
     record["running"], record["skipped"] = None, []
@@ -65,18 +66,18 @@ def resume(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_done(record: dict[str, Any], name: str) -> bool:
-    """Whether a case was measured, or ended the process that measured it."""
+    """Return whether a case was measured, or ended the process that measured it."""
     failed_whole = {entry["case"] for entry in record["errors"] if not entry["way"]}
     return name in failed_whole or any(row["case"]["name"] == name for row in record["cases"])
 
 
 def is_ours(way: str) -> bool:
-    """Whether a way is the library's, not a peer."""
+    """Return whether an implementation belongs to the library and not to a peer."""
     return way.partition(" ")[0] == OURS
 
 
 def add_error(record: dict[str, Any], case: str, way: str, error: str | Exception) -> str:
-    """Note a failure; a way of ``""`` is the case itself.  Gives the line that tells of it."""
+    """Record a failure; ``""`` as `way` stands for the case itself.  Returns the line that reports it."""
     if isinstance(error, Exception):
         error = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     record["errors"].append({"case": case, "way": way, "error": error})
@@ -84,5 +85,5 @@ def add_error(record: dict[str, Any], case: str, way: str, error: str | Exceptio
 
 
 def error_line(entry: dict[str, str]) -> str:
-    """The line that tells of a failure."""
+    """Return the line that reports a failure."""
     return f"{entry['case']}{', ' + entry['way'] if entry['way'] else ''}: {entry['error']}"

@@ -1,7 +1,7 @@
-"""Recurrent layers as cases: sizes, arrays and the library's call; the NumPy peer, and in float64 the reference.
+"""Recurrent layers as cases: sizes, arrays and the library's call.  The NumPy peer is also the reference, in float64.
 
-States are below 1 whatever the sizes, as weights of the state are scaled by the root of their number: errors are
-seen beside 1, and none grows from step to step.
+Weights of the state are divided by the square root of their number, so states stay below 1 for all sizes.  Errors are
+relative to 1 and do not grow from step to step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STEPS: dict[str, Callable[..., Any]] = {"lstm": lstm_step, "gru": gru_step}
 
 @dataclass(frozen=True)
 class RecurrentCase(LayerCase):
-    """One layer over a sequence, in one direction, with both biases; `tf32` and `judged` as for `Case`.
+    """One layer over a sequence, in one direction, with both biases.  See `Case` for `tf32` and `judged`.
 
-    With `single` it is the function for one step from a given state.
+    With `single` the case is the function for one step from a given state.
     """
 
     name: str
@@ -55,12 +55,12 @@ class RecurrentCase(LayerCase):
 
     @property
     def terms(self) -> int:
-        """Products in one gate."""
+        """Number of products per gate."""
         return self.inputs + self.hidden
 
     @property
     def magnitude(self) -> float:
-        """What errors are seen beside: no state is above 1."""
+        """Magnitude that errors are relative to: no state is above 1."""
         return 1.0
 
     @property
@@ -69,7 +69,7 @@ class RecurrentCase(LayerCase):
 
     @property
     def minimal_bytes(self) -> int:
-        """Every argument and result once; of a step y is the state."""
+        """Bytes of every argument and result, counted once; for a single step y is the state."""
         states = self.batch * self.hidden * (STATES[self.cell] + self.given_states)
         sequences = self.steps * self.batch * (self.inputs if self.single else self.terms)
         elements = sequences + self.rows * (self.terms + 2) + states
@@ -80,7 +80,7 @@ class RecurrentCase(LayerCase):
         return self.steps * self.batch * self.hidden * ITEMSIZE[self.dtype]
 
     def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], list[Any]]:
-        """x, of a single step the state before it too; then weights and biases."""
+        """Return x, followed by the initial state for a single step, and the weights and biases."""
         shapes = [(self.steps, self.batch, self.inputs), (self.rows, self.inputs), (self.rows, self.hidden)]
         scales = [1.0, 1 / sqrt(max(1, self.inputs)), 1 / sqrt(max(1, self.hidden)), 0.5, 0.5]
         shapes += [(self.rows,)] * 2 + [(self.batch, self.hidden)] * self.given_states
@@ -92,7 +92,7 @@ class RecurrentCase(LayerCase):
 
     @property
     def given_states(self) -> int:
-        """Arrays that say where a step begins; a sequence begins with zeros."""
+        """Number of arrays with the initial state of a step; a sequence starts from zeros."""
         return STATES[self.cell] if self.single else 0
 
     def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +101,7 @@ class RecurrentCase(LayerCase):
         return _FUNCTIONS[self.cell], (*xs, *weights), {}
 
     def compared(self, returned: Any) -> Any:
-        """y of the sequence, h of a step."""
+        """Return y of a sequence, or h of a step."""
         return returned if self.single and self.cell == "gru" else returned[0]
 
 
@@ -109,7 +109,7 @@ AnyCase = Case | RecurrentCase
 
 
 def loop_in_python(xp: ModuleType, case: RecurrentCase, xs: list[Any], weights: list[Any]) -> Any:
-    """What a good NumPy user writes without a library: the inputs' product before the loop."""
+    """Compute what a good NumPy user writes without a library: the product of all inputs before the loop."""
     x = xs[0]
     weight_ih, weight_hh, bias_ih, bias_hh = weights
     hidden, steps = case.hidden, len(x)

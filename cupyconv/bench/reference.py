@@ -1,17 +1,17 @@
-"""What a result is held to: the same sums in float64, and how far each precision may be from them.
+"""The check of a result: the same sums in float64, and how far each precision may deviate from them.
 
 Data are standard normal, so a result of `terms` products has a root mean square of sqrt(terms), and errors are
-best seen beside that.  With u the unit roundoff, the root mean square of a result's error, relative to that of
-the results, stays below
+relative to that.  With u the unit roundoff, the relative root mean square of the errors stays below
 
-    u_result                     the one rounding to the result's dtype (its mean square is u/3)
-    + 4 u_sum sqrt(terms + 4)    the roundings of a sum kept in u_sum, one after the other: about u sqrt(terms)/2.4
-    + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
+    u_result                     one rounding to the result's dtype (its mean square is u/3)
+    + 4 u_sum sqrt(terms + 4)    the successive roundings of a sum accumulated in u_sum: about u sqrt(terms)/2.4
+    + 2 u_TF32                   two factors rounded to 11 bits, if TF32 is allowed
 
-and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
-eight times the second term.  In a chain the root mean square is the product of the layers'.  Of a recurrent layer the
-results are below 1, and errors are seen beside that; a peer may round its states to the result's dtype at every step,
-and is given four times the first term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
+and no single error exceeds sixteen times that bound.  For a transform (Winograd, FFT), which a peer may choose, the
+second term is eight times as large.  In a chain, the root mean square is the product over the layers.  Results of a
+recurrent layer are below 1, and errors are relative to 1.  A peer may round its states to the result's dtype at every
+step, and its first term is four times as large.  Therefore a float32 result from TF32 products, a missing tap and a NaN
+all fail.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from cupyconv.problem.arrays import accumulator, dtype_name, is_complex, real_pa
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 TF32_ROUNDOFF = 2.0**-11
-#: How far above the bound of the root mean square the largest of all errors may be.
+#: Largest single error as a multiple of the bound for the root mean square.
 LARGEST = 16
-#: What a transform may lose in the sums.
+#: Factor on the bound of the sums for a transform.
 TRANSFORM = 8
 
 
 class WrongResult(Exception):
-    """A result that is not what float64 says."""
+    """A result that deviates from the float64 reference."""
 
 
 def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any]) -> Any:
-    """The result without code in common with the library: a convolution's summed tap by tap, without columns or tiles."""
+    """Compute the result without the library's code: a convolution is summed tap by tap, without columns or tiles."""
     xs, weights = ([_widened(xp, array) for array in arrays] for arrays in (xs, weights))
     if isinstance(case, RecurrentCase):
         return loop_in_python(xp, case, xs, weights)
@@ -54,7 +54,7 @@ def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any])
 
 
 def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
-    """The result of one layer."""
+    """Compute one layer."""
     group_outputs, dtype = case.out_channels // case.groups, weight.dtype
     padded = _padded(xp, case, xs, dtype)
     y = xp.zeros((case.batch, case.groups, group_outputs, prod(case.out_size)), dtype)
@@ -66,9 +66,9 @@ def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
 
 
 def _by_transforms(xp: ModuleType, case: LargeKernelCase, xs: list[Any], weight: Any) -> Any:
-    """One transform of the whole image, where a sum for each tap would take minutes.
+    """Compute by one transform of the whole image, because a sum per tap would take minutes.
 
-    It is far more exact than what it judges, which is float32.
+    The transform is far more exact than the float32 results that it checks.
     """
     padded = _padded(xp, case, xs, weight.dtype)
     axes = tuple(range(-len(case.size), 0))
@@ -80,7 +80,7 @@ def _by_transforms(xp: ModuleType, case: LargeKernelCase, xs: list[Any], weight:
 
 
 def _gradient_tap_by_tap(xp: ModuleType, case: GradientCase, xs: list[Any], weights: list[Any]) -> Any:
-    """The gradient of one layer: each tap's products of the forward pass, the other way."""
+    """Compute the gradient of one layer from each tap's products, in reverse."""
     arriving, dtype = xs[0].reshape(case.batch, case.groups, -1, prod(case.out_size)), xs[0].dtype
     padded = _padded(xp, case, xs[1:], dtype)
     to_weight = xp.zeros(case.weight_shape, dtype)
@@ -97,7 +97,7 @@ def _gradient_tap_by_tap(xp: ModuleType, case: GradientCase, xs: list[Any], weig
 
 
 def _padded(xp: ModuleType, case: Case, xs: list[Any], dtype: Any) -> Any:
-    """The inputs side by side with their padding; without inputs zeros of that shape."""
+    """Return the concatenated inputs with their padding, or zeros of that shape without inputs."""
     padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), dtype)
     if xs:
         padded[_inside(case)] = xp.concatenate(xs, axis=1)
@@ -105,12 +105,12 @@ def _padded(xp: ModuleType, case: Case, xs: list[Any], dtype: Any) -> Any:
 
 
 def _inside(case: Case) -> Any:
-    """What of the padded image is the image."""
+    """Return the index of the image in the padded image."""
     return (..., *(slice(before, before + n) for n, (before, _) in zip(case.size, case.pairs)))
 
 
 def _reached(case: Case, tap: tuple[int, ...]) -> Any:
-    """The pixels of the padded image that a tap reads, one for each pixel of the result."""
+    """Return the index of the padded image's pixels that a tap reads, one per pixel of the result."""
     steps = (
         slice(t * case.dilation, t * case.dilation + (n - 1) * case.stride + 1, case.stride)
         for t, n in zip(tap, case.out_size)
@@ -119,12 +119,12 @@ def _reached(case: Case, tap: tuple[int, ...]) -> Any:
 
 
 def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transform: bool = False) -> float:
-    """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
+    """Return the relative root mean square of the errors; raise WrongResult if it is too large."""
     return error_beside(xp, case.dtype, case.magnitude, result, expected, allowed_error(case, transform=transform))
 
 
 def error_beside(xp: ModuleType, dtype: str, magnitude: float, result: Any, expected: Any, allowed: float) -> float:
-    """The root mean square of the errors of any results, beside `magnitude`, that of the results."""
+    """Return the root mean square of any results' errors relative to `magnitude`, the results' root mean square."""
     if dtype_name(result.dtype) != dtype or tuple(result.shape) != tuple(expected.shape):
         raise WrongResult(f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {dtype} {tuple(expected.shape)}")
     difference = xp.abs(_widened(xp, result) - expected)
@@ -138,7 +138,7 @@ def error_beside(xp: ModuleType, dtype: str, magnitude: float, result: Any, expe
 
 
 def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
-    """The bound derived above, of all layers together: a layer passes a relative error on as it is."""
+    """Return the bound derived above, summed over all layers: each layer passes on a relative error unchanged."""
     if isinstance(case, Case) and case.then:
         return sum(allowed_error(layer, transform=transform) for layer in case.layers)
     states = transform and isinstance(case, RecurrentCase)
@@ -148,16 +148,16 @@ def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
 def allowed_error_of_sums(
     dtype: str, terms: float, *, tf32: bool = False, transform: bool = False, states: bool = False
 ) -> float:
-    """The bound for sums of `terms` products; `states` are rounded to the dtype at every step."""
+    """Return the bound for sums of `terms` products; `states` are rounded to the dtype at every step."""
     kept = UNIT_ROUNDOFF[real_part(accumulator(dtype))]
     sums = 4 * kept * sqrt(terms + 4) * (TRANSFORM if transform else 1)
     return (4 if states else 1) * UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)
 
 
 def _widened(xp: ModuleType, array: Any) -> Any:
-    """In float64 or complex128."""
+    """Convert to float64 or complex128."""
     array = xp.asarray(array)
     name = dtype_name(array.dtype)
-    if name == "bfloat16":  # the upper half of a float32: no library needs to know the type
+    if name == "bfloat16":  # the upper half of a float32, so no library must support the type
         array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.complex128 if is_complex(name) else np.float64)

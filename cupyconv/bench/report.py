@@ -1,4 +1,4 @@
-"""What is printed: a block a case, and at the end every ratio, losses beside wins, the choices, and what failed."""
+"""The printed page: a block per case, and at the end all ratios, won and lost, the choices, and the failures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from cupyconv.bench.choice import SHARE, WITHIN, recorded, worst_first
 from cupyconv.bench.record import EXACT, LAYER_BY_LAYER, OURS, error_line, is_ours
 
-#: Entries of a list at the end; the results file has all.
+#: Number of list entries at the end; the results file has all.
 SHOWN = 40
 
 
 def heading(environment: Mapping[str, Any]) -> str:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     return "\n".join(f"{name:<18}{value}" for name, value in environment.items()) + "\n"
 
 
-#: Over the columns of `block`; times in microseconds.
+#: Heading of the columns of `block`; times are in microseconds.
 COLUMNS = (
     f"{'':<26}{'median µs':>12}{'min µs':>12}{'spread':>8}{'rate':>16}{'of floor':>9}{'host µs':>10}{'row µs':>10}{'ratio':>8}\n"
     "    spread: between the quartiles; host: until the call returned; row: one of many enqueued at once;\n"
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def block(row: Mapping[str, Any]) -> str:
-    """One case: a line for its floor, one for each way."""
+    """Return the text of one case: a line for its floor and a line per implementation."""
     case, floor = row["case"], row["floor"]
     judged = "; ratios are of host times" if case["judged"] == "host" and row["on_gpu"] else ""
     first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"
@@ -52,7 +52,7 @@ def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:
 
 
 def rate(floor: Mapping[str, Any], seconds: float) -> str:
-    """What a time means: bytes a second where memory is the floor, else operations."""
+    """Return what a time means: bytes per second if memory is the floor, else operations per second."""
     if floor["bound"] == "memory":
         return f"{floor['bytes'] / seconds / 1e9:,.0f} GB/s"
     rate = floor["flops"] / seconds
@@ -60,7 +60,7 @@ def rate(floor: Mapping[str, Any], seconds: float) -> str:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """The end of the page."""
+    """Return the end of the page."""
     parts = [against_peers(record["cases"]), _choices(record)]
     if record["skipped"]:
         parts.append(
@@ -76,20 +76,20 @@ def summary(record: Mapping[str, Any]) -> str:
 
 # --- against the peers ----------------------------------------------------------------------------------------
 
-#: The column of the fastest peer of each case, and the way that a chain is compared with beside them.
+#: The column of the fastest peer of each case, and the implementation that chains are compared with besides peers.
 BEST, SEPARATE = "best peer", f"{OURS} {LAYER_BY_LAYER}"
-#: Labels of lines.
+#: Labels of table rows.
 MEAN, MEAN_OF_EXACT = "geometric mean", "geometric mean, exact arithmetic alone"
 
 
 def compared(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The ways that stand beside the library's: the peers, and for a chain its layers in separate calls."""
+    """Return what the library is compared with: the peers, and for a chain its layers in separate calls."""
     names = dict.fromkeys(name for row in rows for name in row["ways"])
     return [name for name in names if not is_ours(name) or name == SEPARATE]
 
 
 def ratios(row: Mapping[str, Any], way: str = OURS) -> dict[str, float]:
-    """Our time over each peer's and over the fastest one's; of exact arithmetic too, which may be the choice itself."""
+    """Return our time divided by each peer's and by the fastest one's; `way` selects exact arithmetic if present."""
     ways = row["ways"]
     if OURS not in ways:
         return {}
@@ -102,7 +102,7 @@ def ratios(row: Mapping[str, Any], way: str = OURS) -> dict[str, float]:
 
 
 def means(rows: Sequence[Mapping[str, Any]], way: str = OURS) -> dict[str, float]:
-    """The geometric mean of the ratios to each peer, over the cases that it has."""
+    """Return the geometric mean of the ratios to each peer, over the cases that the peer has."""
     by_peer: dict[str, list[float]] = {}
     for row in rows:
         for peer, ratio in ratios(row, way).items():
@@ -111,7 +111,7 @@ def means(rows: Sequence[Mapping[str, Any]], way: str = OURS) -> dict[str, float
 
 
 def grouped(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each group of cases."""
+    """Return the rows of each group of cases."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -119,7 +119,7 @@ def grouped(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
 
 
 def against_peers(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table for each group."""
+    """Return a table per group."""
     tables = [_table(group, members) for group, members in grouped(rows).items() if any(map(ratios, members))]
     return "\n".join(tables)
 

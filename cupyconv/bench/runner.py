@@ -1,8 +1,8 @@
-"""Runs the ways of one participant, one case at a time.
+"""Runs the implementations of one participant, one case at a time.
 
-A GPU's session has its runners in its own process, around the same arrays.  A session of the processor has each in a
-process of its own (`processes.py`), since threads of one library's BLAS or OpenMP spin on the cores that the next
-library's call needs, and two OpenMP runtimes in a process disturb each other.
+A GPU session has all runners in its own process, on the same arrays.  A CPU session has each runner in a separate
+process (`processes.py`): threads of one library's BLAS or OpenMP spin on the cores that the next library's call needs,
+and two OpenMP runtimes in a process disturb each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.demo.libraries import Call
 
-#: The peers on the processor, in the order of the page: what makes each, given a machine and a number of threads.
+#: The peers on the CPU, in the order of the page: constructors, given a machine and a number of threads.
 PEERS: Mapping[str, Callable[[Machine, int], Participant]] = {
     "numpy": lambda machine, threads: ArrayLibrary(machine),
     "torch": lambda machine, threads: Torch(installed("torch"), machine.xp, threads),
@@ -36,18 +36,18 @@ PEERS: Mapping[str, Callable[[Machine, int], Participant]] = {
 
 
 def torch_on_gpu(machine: Machine) -> Participant:
-    """torch, on the stream that is timed."""
+    """Return torch on the stream that is timed."""
     torch = Torch(installed("torch"), machine.xp)
     torch.check_stream(machine.stream())
     return torch
 
 
-#: The same on a GPU.
+#: The peers on a GPU.
 GPU_PEERS: Mapping[str, Callable[[Machine], Participant]] = {"cupy": ArrayLibrary, "torch": torch_on_gpu}
 
 
 class Offer(NamedTuple):
-    """What must be known of a way before it is asked for; see `Way`."""
+    """The properties of an implementation that are needed before it is prepared; see `Way`."""
 
     name: str
     transform: bool
@@ -56,16 +56,16 @@ class Offer(NamedTuple):
 
 
 class AnyRunner(Protocol):
-    """Does what it is told with the ways of one participant, here or in another process."""
+    """Runs the implementations of one participant, in this process or in another one."""
 
     def properties(self) -> dict[str, Any]: ...
 
     def set_up(self, case: AnyCase) -> tuple[list[Offer], dict[str, Any]]:
-        """Make a case's arrays; what is offered for it, and what is noted of it."""
+        """Create a case's arrays; return the implementations offered for it, and notes on it."""
         ...
 
     def result(self, way: str) -> Any:
-        """Prepare a way; the array that its call gives."""
+        """Prepare an implementation and return the array that its call returns."""
         ...
 
     def sample(self, way: str, host: float) -> Sample: ...
@@ -75,22 +75,22 @@ class AnyRunner(Protocol):
     def peak_bytes(self, way: str) -> int: ...
 
     def clear(self) -> None:
-        """Let go of the case."""
+        """Release the case."""
         ...
 
     def close(self) -> None:
-        """Nothing will be asked any more."""
+        """End the runner."""
         ...
 
     def copy_rate(self) -> float: ...
 
     def product_rate(self, case: AnyCase) -> float | None:
-        """Operations a second of a large product in the case's precision; None where the participant has none."""
+        """Return operations per second of a large product in the case's precision, or None if unsupported."""
         ...
 
 
 class SharedArrays:
-    """The arrays of the case at hand, made once for all runners of a process."""
+    """The arrays of the current case, created once for all runners of a process."""
 
     def __init__(self, machine: Machine) -> None:
         self.of = lru_cache(maxsize=1)(lambda case: case.arrays(machine.fill))

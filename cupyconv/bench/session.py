@@ -1,4 +1,4 @@
-"""A run through a table of cases within a budget of seconds: nothing that fails ends it, and nothing is lost."""
+"""A run through a table of cases within a budget of seconds: failures do not end it, and no result is lost."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.runner import AnyRunner, Offer, SharedArrays
 
-#: The most of a case's share of the budget, and its fewest seconds of timing.
+#: Seconds of timing per case: upper limit of its share of the budget, and lower limit.
 LONGEST, SHORTEST = 5.0, 0.05
-#: Of the budget, what memory at several batch sizes may take.
+#: Share of the budget for memory at several batch sizes.
 SHARE_OF_MEMORY = 0.1
 
 
 class Watch:
-    """Ends a process that no longer advances, and begins a new one where the GPU's context is lost.
+    """Ends a process that no longer advances, and starts a new one if the GPU's context is lost.
 
-    A fault in a kernel ends a CUDA context for good: what is left can be measured by a new process only.  One that
-    never ends can only be ended with its process; ``--resume`` then goes on behind it.
+    A fault in a kernel ends a CUDA context permanently, so that only a new process can measure the remaining cases.  A
+    kernel that never ends can only be ended with its process; ``--resume`` then continues after it.
     """
 
     STALL_SECONDS = 150.0
@@ -47,17 +47,17 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def restart(self) -> None:
-        """Become a process that resumes."""
+        """Replace this process by one that resumes."""
         arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "cupyconv", *arguments, "--resume"])
 
 
 class Session:
-    """One run: machine, cases, a runner for each participant, and the record that it fills.
+    """One run: the machine, the cases, a runner per participant, and the record that the run fills.
 
-    `begin` has what makes each runner; the library's is the first.  Of `growing` cases memory is measured at several
-    batch sizes.
+    `begin` has the constructors of the runners, the library's first.  Memory at several batch sizes is measured for the
+    `growing` cases.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Session:
         self.rates: Rates | None = None
 
     def _usable(self, begin: Mapping[str, Callable[[], AnyRunner]]) -> dict[str, AnyRunner]:
-        """The runners, and in the record their versions; who is not installed is named there, and who is broken reported."""
+        """Return the runners, and record their versions, which libraries are not installed, and failures."""
         begun: dict[str, AnyRunner | Exception] = {}
-        for name, make in begin.items():  # processes begin beside each other
+        for name, make in begin.items():  # processes start in parallel
             try:
                 begun[name] = make()
             except Exception as failure:
@@ -110,7 +110,7 @@ class Session:
         return time.perf_counter() - self._begin
 
     def run(self, *, resume: bool = False) -> int:
-        """Measure what is not yet measured; the exit status is 0 where nothing failed."""
+        """Measure the cases that are not yet measured; the exit status is 0 if nothing failed."""
         if resume:
             self._resume()
         print(f"{heading(self.record['environment'])}\n{COLUMNS}", flush=True)
@@ -139,7 +139,7 @@ class Session:
         return 1 if self.record["errors"] else 0
 
     def _memory(self) -> None:
-        """Memory at several batch sizes, of the cases of which it is not yet known."""
+        """Measure memory at several batch sizes, for the cases that have no such record yet."""
         known = {row["case"]["name"] for row in self.record["memory"]}
         todo = [case for case in self.growing if case.name not in known] if OURS in self.runners else []
         for number, case in enumerate(todo):
@@ -159,7 +159,7 @@ class Session:
         self._save(running=case.name)
         try:
             row = self._measure(case, until=time.perf_counter() + share)
-        except Exception as failure:  # reported below, in the file and in the exit status; the next case is measured
+        except Exception as failure:  # reported in the output, in the file and in the exit status
             self._fail(case, "", failure)
         else:
             self.record["cases"].append(row)
@@ -196,7 +196,7 @@ class Session:
         return {**known, **notes, "ways": measured}
 
     def _offers(self, case: AnyCase) -> tuple[list[tuple[Offer, AnyRunner]], dict[str, Any]]:
-        """The ways of all participants, and what they note; one that cannot begin is reported, and the others go on."""
+        """Return the implementations of all participants and their notes.  A failing participant is reported."""
         offers: list[tuple[Offer, AnyRunner]] = []
         notes: dict[str, Any] = {}
         for name, runner in self.runners.items():
@@ -215,7 +215,7 @@ class Session:
     def _checked(
         self, case: AnyCase, offers: Sequence[tuple[Offer, AnyRunner]], expected: Any
     ) -> tuple[dict[str, AnyRunner], dict[str, float]]:
-        """The ways whose results are right, with who runs them, and their errors; the others are reported, not timed."""
+        """Return implementations with correct results, their runners and errors; others are reported, not timed."""
         ways: dict[str, AnyRunner] = {}
         errors_of: dict[str, float] = {}
         for offer, runner in offers:
@@ -228,17 +228,17 @@ class Session:
         return ways, errors_of
 
     def _beyond_result(self, case: AnyCase, offer: Offer, runner: AnyRunner) -> int | None:
-        """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
+        """Return the peak bytes that a call allocates in addition to its result, or None if they are not counted."""
         if offer.allocates:
             return None
         try:
             return max(0, runner.peak_bytes(offer.name) - case.result_bytes)
-        except Exception as failure:  # reported, and the times are kept
+        except Exception as failure:  # reported; the times remain in the record
             self._fail(case, f"{offer.name}, counting memory", failure)
             return None
 
     def _rates(self, case: AnyCase) -> Rates:
-        """The rates that this case's floor needs, each measured once."""
+        """Return the rates that this case's floor needs, each measured once."""
         if self.rates is None:
             self.rates = Rates(self.runners[OURS].copy_rate())
         name = case.precision
@@ -258,14 +258,14 @@ class Session:
         return self.rates
 
     def _clear(self) -> None:
-        """Give back the case's memory; whoever cannot is found by `_alive`."""
+        """Release the case's memory.  `_alive` detects a device that cannot."""
         self.arrays.of.cache_clear()
         for runner in self.runners.values():
             with suppress(Exception):
                 runner.clear()
 
     def _alive(self) -> bool:
-        """Whether the device still works, as it does not after a fault in a kernel; its unused memory is given back."""
+        """Return whether the device still works, which a fault in a kernel ends; release its unused memory."""
         try:
             self.machine.clock.synchronise()
             self.machine.release()

@@ -1,4 +1,4 @@
-"""The tables of cases, in the order they are measured: what matters most comes first, should time run out."""
+"""The tables of cases, in order of measurement: the most important come first, in case time runs out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 
 C = TypeVar("C", Case, RecurrentCase)
 
-#: dtype and whether its products may be TF32.
+#: A dtype, and whether its products may use TF32.
 PRECISIONS = (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False))
 WIDE_PRECISIONS = (("float64", False), ("complex64", False), ("complex128", False))
 
 
 def _same(*extents: int) -> tuple[tuple[int, int], ...]:
-    """Padding that keeps the size at stride 1."""
+    """Return padding that preserves the size at stride 1."""
     return tuple(((extent - 1) // 2, extent // 2) for extent in extents)
 
 
 # --- NumPy ----------------------------------------------------------------------------------------------------
 
-#: The jobs of the demo.
+#: The cases of the demo.
 JOBS = (
     Case("merge 5 x 4 -> 4, 10^6 points, float64", 4, (4,) * 5, (10**6,), 4, (1,), dtype="float64"),
     Case("merge 5 x 4 -> 4, 10^6 points, float32", 4, (4,) * 5, (10**6,), 4, (1,)),
@@ -44,7 +44,7 @@ LAYERS = (
     Case("3-D 3x3x3, 16 -> 32, 32x32x32", 2, (16,), (32, 32, 32), 32, (3, 3, 3), padding=_same(3, 3, 3)),
 )
 
-#: Two layers, what lies between them in cache or not.
+#: Pairs of layers whose intermediate image fits into the cache, or does not.
 CHAINS = (
     Case("chain 3x3, 3x3, 32 -> 32 -> 32, 512x512", 1, (32,), (512, 512), 32, (3, 3), padding=_same(3, 3), then=((32, (3, 3), _same(3, 3), 1),)),
     Case("chain 3x3 depthwise, 1x1, 64 -> 64 -> 64, 128x128", 4, (64,), (128, 128), 64, (3, 3), padding=_same(3, 3), groups=64, then=((64, (1, 1), (), 1),)),
@@ -52,7 +52,7 @@ CHAINS = (
     Case("chain 1-D, 3 taps, dilations 8 and 1, 64 -> 64 -> 64, 16000", 2, (64,), (16000,), 64, (3,), padding=((8, 8),), dilation=8, then=((64, (3,), _same(3), 1),)),
 )  # fmt: skip
 
-#: Layers unlike those: odd sizes, long and lopsided kernels, strides, dilation, groups, one sample.
+#: Unusual layers: odd sizes, long and lopsided kernels, strides, dilation, groups, one sample.
 UNLIKE = (
     Case("3x3, 64 -> 64, 56x56, N 1", 1, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3)),
     Case("3x3, 48 -> 80, 61x47, N 2", 2, (48,), (61, 47), 80, (3, 3), padding=_same(3, 3)),
@@ -85,7 +85,7 @@ UNLIKE = (
     Case("1-D, 15 taps, 16 -> 16, 100000, N 1", 1, (16,), (100_000,), 16, (15,), padding=_same(15)),
 )  # fmt: skip
 
-#: More kinds of problems, by which the choice of a method is judged.
+#: More kinds of problems, to evaluate the choice of a method.
 CHOICES = (
     Case("3x3, 32 -> 32, 20x20, N 1", 1, (32,), (20, 20), 32, (3, 3), padding=_same(3, 3)),
     Case("3x3, 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3)),
@@ -108,13 +108,13 @@ CHOICES = (
     Case("filter of 2000 taps, 10^6 points", 1, (1,), (10**6,), 1, (2000,), padding=_same(2000)),
 )  # fmt: skip
 
-#: Chains that have expanded layers: what lies between them is six times as large.
+#: Chains with expanded layers: their intermediate images are six times as large.
 EXPANDED = (
     Case("chain 1x1, 3x3 depthwise, 1x1, 24 -> 144 -> 144 -> 24, 56x56", 1, (24,), (56, 56), 144, (1, 1), then=((144, (3, 3), _same(3, 3), 144), (24, (1, 1), (), 1))),
     Case("chain 1x1, 3x3 depthwise, 1x1, 16 -> 96 -> 96 -> 24, 112x112", 1, (16,), (112, 112), 96, (1, 1), then=((96, (3, 3), _same(3, 3), 96), (24, (1, 1), (), 1))),
 )  # fmt: skip
 
-#: More kinds of chains, by which the choice between tiles and layers is judged.
+#: More kinds of chains, to evaluate the choice between tiles and layers.
 CHAIN_CHOICES = (
     replace(EXPANDED[1], name=f"{EXPANDED[1].name}, N 8", batch=8),
     Case("chain 3x3, 3x3, 16 -> 16 -> 16, 512x512", 1, (16,), (512, 512), 16, (3, 3), padding=_same(3, 3), then=((16, (3, 3), _same(3, 3), 1),)),
@@ -144,7 +144,7 @@ CHAIN_CHOICES = (
 
 
 def _filters() -> Iterator[Case]:
-    """One channel in and out: images and signals."""
+    """Yield filters with one channel in and out, for images and signals."""
     for dtype in ("float32", "float64"):
         for extent in (3, 5, 9, 15):
             name = f"filter {extent}x{extent}, 512x512, {dtype}"
@@ -159,7 +159,7 @@ def _filters() -> Iterator[Case]:
             yield Case(f"filter of {taps} taps, 10^6 points{kind}, {dtype}", 1, (1,), (10**6,), 1, (taps,), padding=padding, dtype=dtype)  # fmt: skip
 
 
-#: Images, a volume and a signal whose kernels have hundreds of taps or thousands; with channels, and several inputs.
+#: Images, a volume and a signal with kernels of hundreds or thousands of taps; with channels, and several inputs.
 LARGE_KERNELS = (
     LargeKernelCase("31x31, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
     LargeKernelCase("63x63, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (63, 63), padding=_same(63, 63)),
@@ -172,7 +172,7 @@ LARGE_KERNELS = (
     LargeKernelCase("31x31, 4 -> 4, 1024x1024", 1, (4,), (1024, 1024), 4, (31, 31), padding=_same(31, 31)),
 )  # fmt: skip
 
-#: The time of a call whose work is next to nothing.
+#: Calls with almost no work, to time the overhead of a call.
 SMALL_CALLS: tuple[AnyCase, ...] = (
     Case("small 3x3, 8 -> 8, 16x16", 1, (8,), (16, 16), 8, (3, 3), padding=_same(3, 3), judged="host"),
     Case("small 1x1, 8 -> 8, 16x16", 1, (8,), (16, 16), 8, (1, 1), judged="host"),
@@ -187,7 +187,7 @@ SMALL_CALLS: tuple[AnyCase, ...] = (
     RecurrentCase("small GRU 8 -> 16, T 50, N 1", "gru", 50, 1, 8, 16, judged="host"),
 )  # fmt: skip
 
-#: Layers of which both gradients are measured: the ordinary ones, and of the others one of each kind.
+#: Layers whose gradients are both measured: the ordinary ones, and one of each other kind.
 DIFFERENTIATED = (
     *(replace(case, name=f"{case.name}, N {case.batch}") for case in LAYERS),
     Case("3x3, 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3)),
@@ -214,7 +214,7 @@ def _gradients(of: str) -> Iterator[GradientCase]:
 
 _ORIGINAL = Case("merge 5 x (4, 4, 10^6) -> 4", 4, (4,) * 5, (10**6,), 4, (1,), loop=True)
 
-#: The time of a call whose work is next to nothing.
+#: Calls with almost no work, to time the overhead of a call.
 HOST = (
     Case("host: 3x3, 8 -> 8, 8x8", 1, (8,), (8, 8), 8, (3, 3), padding=_same(3, 3), judged="host"),
     Case("host: 3x3, 64 -> 64, 8x8", 1, (64,), (8, 8), 64, (3, 3), padding=_same(3, 3), judged="host"),
@@ -258,7 +258,7 @@ def _merges() -> Iterator[Case]:
 
 
 def _layers() -> Iterator[Case]:
-    """Layers of other networks than ResNet."""
+    """Yield layers of networks other than ResNet."""
     for case in (
         Case("U-Net skip 3x3, 64+64 -> 64, 256x256, N 4", 4, (64, 64), (256, 256), 64, (3, 3), padding=_same(3, 3)),
         Case(
@@ -320,7 +320,7 @@ def _layers() -> Iterator[Case]:
 
 
 def _chains() -> Iterator[Case]:
-    """Pairs of layers: bound by memory, where fusing should pay, and one that is not."""
+    """Yield pairs of layers bound by memory, where fusing should pay, and one that is not."""
     for case in (
         Case(
             "chain 3x3, 3x3, 16 -> 16 -> 16, 256x256, N 8",
@@ -428,7 +428,7 @@ def _resnet(batch: int) -> list[Case]:
 
 
 def _wide_types() -> Iterator[Case]:
-    """The smaller table, in float64 and complex."""
+    """Yield the smaller table, in float64 and complex."""
     for case in (
         Case("3x3, 64 -> 64, 56x56, N 8", 8, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3)),
         Case("3x3, 256 -> 256, 14x14, N 8", 8, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3)),
@@ -444,7 +444,7 @@ def _wide_types() -> Iterator[Case]:
 
 
 def _in_precisions(cases: list[C], precisions: tuple[tuple[str, bool], ...] = PRECISIONS) -> list[C]:
-    """Every case in one precision before the next precision begins."""
+    """Return every case in one precision before the next precision begins."""
     return [replace(case, dtype=dtype, tf32=tf32) for dtype, tf32 in precisions for case in cases]
 
 
@@ -454,17 +454,17 @@ def _channels_last(cases: list[Case]) -> Iterator[Case]:
 
 
 def _labelled(cases: Iterable[C]) -> tuple[C, ...]:
-    """The cases with their precision in their names, each of which then is its own."""
+    """Return the cases with their precision in their names, so that the names are unique."""
     return tuple(replace(case, name=f"{case.name}, {case.precision}") for case in cases)
 
 
 def ordinary_cases() -> tuple[AnyCase, ...]:
-    """What the pages show line by line."""
+    """Return the cases that the pages show line by line."""
     return (*recurrent_cases(gpu=False), *JOBS, *LAYERS, *CHAINS)
 
 
 def numpy_cases() -> tuple[AnyCase, ...]:
-    """The NumPy backend's table."""
+    """Return the NumPy backend's table."""
     more: tuple[AnyCase, ...] = (
         *UNLIKE,
         *CHOICES,
@@ -480,7 +480,7 @@ def numpy_cases() -> tuple[AnyCase, ...]:
 
 
 def gpu_cases() -> tuple[AnyCase, ...]:
-    """The GPU's table."""
+    """Return the GPU's table."""
     convolutions = _labelled(
         (
             *HOST,
@@ -497,7 +497,7 @@ def gpu_cases() -> tuple[AnyCase, ...]:
 
 
 def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
-    """Recurrent layers: NumPy's, or a GPU's in each precision."""
+    """Return recurrent layers: NumPy's, or a GPU's in each precision."""
     sizes = ((50, 64, 128, 256), *(((100, 64, 512, 512), (200, 8, 256, 256), (100, 256, 1024, 1024)) if gpu else ()))
     plain = [
         RecurrentCase(f"{cell.upper()} {inputs} -> {hidden}, T {steps}, N {batch}", cell, steps, batch, inputs, hidden)
@@ -508,7 +508,7 @@ def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
 
 
 def _other_recurrent() -> tuple[RecurrentCase, ...]:
-    """Narrow layers, one sequence alone, long ones."""
+    """Return narrow layers, single sequences and long sequences."""
     return tuple(
         RecurrentCase(f"{cell.upper()} {inputs} -> {hidden}, T {steps}, N {batch}", cell, steps, batch, inputs, hidden)
         for steps, batch, inputs, hidden in ((100, 1, 64, 128), (30, 16, 40, 96), (200, 8, 256, 256))

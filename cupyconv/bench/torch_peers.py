@@ -1,10 +1,10 @@
-"""PyTorch as a peer, on the very arrays of the library, shared through DLPack.
+"""PyTorch as a peer, on the library's own arrays, shared through DLPack.
 
-`Torch` is made where torch is installed.  Its calls run on the stream that the clock times: CuPy's current stream and
-torch's have to be the same, which `Torch` checks, and which they are while neither was changed, as both then are
-CUDA's default stream.  ``cudnn.benchmark`` lets cuDNN try its algorithms on each shape; that happens while results are
-checked, before anything is timed.  Data lie in the memory format asked for before the clock runs; a merge's
-``torch.cat`` is timed, as the library's reading of several inputs is.
+`Torch` is created if torch is installed.  Its calls run on the stream that the clock times.  CuPy's and torch's current
+streams must be the same, which `Torch` checks.  They are, unless one was changed: both default to CUDA's default
+stream.  ``cudnn.benchmark`` lets cuDNN try its algorithms on each shape.  That happens while results are checked,
+before anything is timed.  Data are in the requested memory format before the clock starts.  A merge's ``torch.cat`` is
+timed, as is the library's reading of several inputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cupyconv.problem.arrays import dtype_from_name, dtype_name
 
 Pairs = tuple[tuple[int, int], ...]
 
-#: Seconds that must be left for torch.compile, which may take twenty.
+#: Seconds that must be left for torch.compile, which may take 20 seconds.
 FOR_COMPILING = 60.0
-#: Spatial axes -> the name of torch's channels-last format.
+#: Number of spatial axes -> the name of torch's channels-last format.
 _CHANNELS_LAST = {2: "channels_last", 3: "channels_last_3d"}
 
 
 class Torch(Participant):
-    """torch's ways to do a case, on arrays of `xp`, with so many threads of the processor."""
+    """torch's implementations of a case, on arrays of `xp`, with `threads` CPU threads."""
 
     def __init__(self, torch: ModuleType, xp: ModuleType, threads: int | None = None) -> None:
         self._torch, self._xp = torch, xp
@@ -45,7 +45,7 @@ class Torch(Participant):
 
     @contextmanager
     def during(self, case: AnyCase) -> Iterator[None]:
-        """For inference, under the flags of the case."""
+        """Return a context for inference with the flags of the case."""
         with self._torch.inference_mode(), self.flags(case):
             yield
 
@@ -55,7 +55,7 @@ class Torch(Participant):
 
     @contextmanager
     def flags(self, case: AnyCase) -> Iterator[dict[str, bool]]:
-        """The precision flags of a case, set and stated; what they were is put back."""
+        """Set and yield the precision flags of a case; restore them afterwards."""
         cudnn, matmul = self._torch.backends.cudnn, self._torch.backends.cuda.matmul
         wanted = {
             (cudnn, "benchmark"): True,
@@ -75,12 +75,12 @@ class Torch(Participant):
                 setattr(owner, name, value)
 
     def check_stream(self, stream: int | None) -> None:
-        """RuntimeError where torch works on another stream than the clock times."""
+        """Raise RuntimeError if torch works on a stream other than the timed one."""
         if stream is not None and (own := self._torch.cuda.current_stream().cuda_stream) != stream:
             raise RuntimeError(f"torch's current stream is {own:#x}, the one that is timed is {stream:#x}")
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
-        """Both memory formats, where there are two; torch.compile where the case asks."""
+        """Return both memory formats if there are two, and torch.compile if the case requests it."""
         torch = self._torch
         way = partial(Way, as_array=self.array, transform=True, allocates=True)
         if isinstance(case, RecurrentCase):
@@ -93,7 +93,7 @@ class Torch(Participant):
 
         def compiled_call() -> Call:
             tensors = self._tensors(xs, weights, torch.contiguous_format)
-            torch.compiler.reset()  # torch gives up compiling a function after eight shapes of it
+            torch.compiler.reset()  # torch stops compiling a function after eight of its shapes
             function = torch.compile(
                 lambda inputs, kernels: self._convolve(case, inputs, kernels), fullgraph=True, dynamic=False
             )
@@ -111,13 +111,13 @@ class Torch(Participant):
         return partial(self._torch.matmul, self.tensor(weight[:, :, 0]), self.tensor(x[0]))
 
     def tensor(self, array: Any) -> Any:
-        """The array's own memory as a tensor; bfloat16 goes over as integers, since NumPy's DLPack does not know it."""
+        """Return a tensor with the array's memory.  bfloat16, unknown to NumPy's DLPack, passes as integers."""
         if dtype_name(array.dtype) == "bfloat16":
             return self._torch.from_dlpack(array.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_dlpack(array)
 
     def array(self, tensor: Any) -> Any:
-        """The tensor's own memory as an array."""
+        """Return an array with the tensor's memory."""
         if tensor.dtype is self._torch.bfloat16:
             return self._xp.from_dlpack(tensor.view(self._torch.int16)).view(dtype_from_name("bfloat16"))
         return self._xp.from_dlpack(tensor)
@@ -130,17 +130,17 @@ class Torch(Participant):
         return [[self.tensor(a).contiguous(memory_format=memory_format) for a in arrays] for arrays in (xs, weights)]
 
     def _recurrent_layer(self, case: RecurrentCase, xs: list[Any], weights: list[Any]) -> Call:
-        """``torch.nn.LSTM`` or ``GRU``, for inference; on a GPU that is cuDNN's."""
+        """Return ``torch.nn.LSTM`` or ``GRU`` for inference, which is cuDNN's on a GPU."""
         tensor = self.tensor(xs[0])
         kind = getattr(self._torch.nn, case.cell.upper())
         layer = kind(case.inputs, case.hidden, device=tensor.device, dtype=tensor.dtype)
-        layer.requires_grad_(False).eval()  # else cuDNN keeps what a backward pass would need
+        layer.requires_grad_(False).eval()  # else cuDNN saves data for a backward pass
         for parameter, weight in zip(layer.parameters(), weights, strict=True):
             parameter.copy_(self.tensor(weight))
         return lambda: layer(tensor)[0]
 
     def _step(self, case: RecurrentCase, xs: list[Any], weights: list[Any]) -> Call:
-        """The functions under ``torch.nn.LSTMCell`` and ``GRUCell``."""
+        """Return the functions that ``torch.nn.LSTMCell`` and ``GRUCell`` call."""
         x, *states = (self.tensor(array) for array in (xs[0][0], *xs[1:]))
         parameters = [self.tensor(weight) for weight in weights]
         if case.cell == "gru":
@@ -148,7 +148,7 @@ class Torch(Participant):
         return lambda: self._torch.lstm_cell(x, states, *parameters)[0]
 
     def _gradient(self, case: GradientCase, xs: list[Any], weights: list[Any], memory_format: Any) -> Call:
-        """One of the gradients, asked for alone; it finds inputs joined and padded, as it would in training."""
+        """Return one of the gradients, computed alone, with inputs already joined and padded as in training."""
         torch, rank, of_input = self._torch, len(case.size), case.of == "input"
         [arriving, *inputs], kernels = self._tensors(xs, weights, memory_format)
         pad, padding = self._padding(case)
@@ -185,7 +185,7 @@ class Torch(Participant):
 
     @staticmethod
     def _padding(case: Case) -> tuple[Pairs, tuple[int, ...]]:
-        """What is padded before, and what torch is told: it pads both sides alike."""
+        """Return the padding applied before the call, and that for torch, which pads both sides equally."""
         if all(before == after for before, after in case.pairs):
             return (), tuple(before for before, _ in case.pairs)
         return case.pairs, (0,) * len(case.size)

@@ -1,4 +1,4 @@
-"""A record as one page for a browser: nothing is fetched, no script runs, it reads in light, in dark and on a phone."""
+"""A record as one page for a browser: without downloads or scripts, for light and dark mode, and for phones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ summary { cursor: pointer; color: var(--pale); margin-top: .5rem; }
 
 
 def write_page(record: Mapping[str, Any], directory: Path) -> Path:
-    """`index.html` in a directory, which is made."""
+    """Write `index.html` into a directory, which is created."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "index.html"
     path.write_text(page(record), encoding="utf-8")
@@ -77,7 +77,7 @@ def write_page(record: Mapping[str, Any], directory: Path) -> Path:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     known = record["environment"]
     title = f"cupyconv bench, {known.get('machine', 'unknown machine')}"
     head = element(
@@ -163,7 +163,7 @@ def _ratio(value: float | None) -> Html:
 
 
 def _times(rows: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> Html:
-    """Every case: our time, rate and share of the floor, then each peer's time, the ratio to it, and memory."""
+    """Show, per case, our time, rate and share of the floor, then each peer's time, ratio to ours, and memory."""
     counted = [way for way in (OURS, *peers) if any(_memory_of(row, way) is not None for row in rows)]
     head = ["case", "method", "cupyconv, ms", "rate", "floor, ms", "its rate", "of floor"]
     for peer in peers:
@@ -261,7 +261,7 @@ def _left_out(record: Mapping[str, Any]) -> Iterator[Html]:
 
 
 def three_digits(value: float) -> str:
-    """At least three digits that count, and no exponent."""
+    """Format a number with at least three significant digits and no exponent."""
     places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 4
     return f"{value:,.{places}f}"
 

@@ -1,1 +1,1 @@
-"""A call on its way: arrays find their backend, a checked problem becomes one executable, which is kept."""
+"""The path of a call: arrays select their backend, and a checked problem becomes one cached executable."""

@@ -1,8 +1,8 @@
-"""Whether `out` may be written where it lies: the one question about a call that only addresses answer.
+"""The check whether `out` may be written: the only property of a call that depends on addresses.
 
-Layouts repeat from call to call, addresses do not.  What a layout says of the memory an array spans is worked
-out once; a check then compares bounds, and only spans that meet are looked at element by element.  It is not made where
-arrays know the owners of their memory, and these say that all are apart.
+Layouts repeat from call to call, addresses do not.  The memory range that an array spans is computed once per layout.
+A check then compares the bounds, and compares elements only if the ranges overlap.  The check is skipped if the arrays
+know the owners of their memory, and these show that no memory is shared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class OutMemory:
-    """The memory of results that the caller gave beside that of the other arguments, in calls with these layouts.
+    """The memory of the caller's result arrays and of the other arguments, for calls with these layouts.
 
-    `arrays` are those of one such call by argument name, none of them is kept; `outs` are the names of results,
-    and `may_alias` is that of the residual which a result may be.
+    `arrays` are those of one such call by argument name; no reference to them is retained.  `outs` are the names of the
+    results.  `may_alias` is the name of the residual, which may be the same array as a result.
     """
 
     def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
@@ -30,9 +30,9 @@ class OutMemory:
         self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
 
     def check(self, arrays: Sequence[Any], backend: Backend) -> None:
-        """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
+        """Refuse an `out` that is read-only, or that shares memory with another argument; it may be the residual.
 
-        `arrays` are in the order of those that this was made from.
+        `arrays` are in the same order as those given to the constructor.
         """
         for place, out_name, out in self._outs:
             if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
@@ -48,7 +48,7 @@ class OutMemory:
                 if end <= where + span.begin or where + span.end <= begin:
                     continue
                 if name == self._may_alias and where == at and span.layout == out.layout:
-                    continue  # each of its elements is read just before it is written
+                    continue  # each element is read just before it is overwritten
                 if _share_elements(out, at, span, where):
                     raise ValueError(
                         f"{out_name} overlaps {name}; only an out that is exactly the {self._may_alias} may"
@@ -66,7 +66,7 @@ class OutMemory:
 
 
 class _Span:
-    """A layout, and the bytes that an array of it spans, counted from the address of its first element."""
+    """A layout, and the range of bytes that it spans, relative to the address of the first element."""
 
     def __init__(self, array: Any) -> None:
         shape, itemsize = tuple(array.shape), array.dtype.itemsize
@@ -79,7 +79,7 @@ class _Span:
 
 
 class _Memory:
-    """A region of memory as NumPy sees one, for questions about addresses; its bytes are never touched."""
+    """A memory region with NumPy's array interface, for questions about addresses; its bytes are never accessed."""
 
     def __init__(self, span: _Span, address: int) -> None:
         shape, strides, itemsize = span.layout

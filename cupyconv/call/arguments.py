@@ -1,7 +1,8 @@
-"""The arrays of a call: their names, their one owner, and what planning is told of them.
+"""The arrays of a call: their names, their common backend, and their descriptions for planning.
 
-Below the public functions every image is (n, c, d, h, w), while the caller's N may be missing and a merge may have more
-than three spatial axes.  `Axes` says what that makes of an array, as ints for planning and as a view for running.
+Below the public functions every image is (n, c, d, h, w).  The caller's images may omit N, and those of a merge may
+have more than three spatial axes.  `Axes` converts an array to this form: as ints for planning, and as a view for
+execution.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ Arrays = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Axes:
-    """How the caller's images are shaped."""
+    """The axes of the caller's images."""
 
     batched: bool
     spatial: int
 
     @property
     def are_the_backends(self) -> bool:
-        """Whether backends see an image as the caller has it: `view` would give back what it is given."""
+        """Whether backends use the caller's axes, so that `view` would return its argument."""
         return self.batched and self.spatial <= 3
 
     def shape(self, batch: int, channels: int, spatial: tuple[int, ...]) -> tuple[int, ...]:
-        """An image's shape as the caller has it."""
+        """An image's shape with the caller's axes."""
         return (batch, channels, *spatial) if self.batched else (channels, *spatial)
 
     def asks_channels_last(self, image: Any) -> bool:
@@ -55,7 +56,7 @@ class Axes:
     def describe(
         self, name: str, dtype: str, shape: tuple[int, ...], byte_strides: tuple[int, ...], address: int
     ) -> Operand:
-        """The image as planning sees it; one that `view` has to copy is described as the copy."""
+        """The image as planning sees it; an image that `view` has to copy is described as the copy."""
         if not self.batched:
             shape, byte_strides = (1, *shape), (0, *byte_strides)
         if self.spatial > 3:
@@ -73,9 +74,9 @@ class Axes:
         return self.spatial > 3 and collapsed_stride(shape[-self.spatial : -2], strides[-self.spatial : -2]) is None
 
     def view(self, image: Any, copy: Callable[[Any], Any]) -> Any:
-        """The image as backends see it: with N, and at most three spatial axes.
+        """The image as backends see it: with N, and with at most three spatial axes.
 
-        Where the leading axes have no one stride, `copy` gives memory in C order to use instead.
+        If the leading spatial axes have no single stride, `copy` returns memory in C order to use instead.
         """
         if not self.batched:
             image = image[None]
@@ -86,39 +87,39 @@ class Axes:
         return image
 
     def result(self, name: str, shape: tuple[int, ...], dtype: np.dtype, images: Iterable[Any], **rest: Any) -> Result:
-        """A result that is channels-last where all these images are."""
+        """A result that is channels-last if all these images are."""
         return Result(
             name, shape, dtype, int(self.batched) if all(map(self.asks_channels_last, images)) else None, **rest
         )
 
     def give_back(self, image: Any, spatial: tuple[int, ...]) -> Any:
-        """The opposite of `view`."""
+        """The inverse of `view`."""
         if self.spatial > 3:
             image = image.reshape(*image.shape[:2], *spatial)
         return image if self.batched else image[0]
 
 
-#: Axes of arrays that backends get as the caller has them.
+#: Axes of arrays that backends receive unchanged.
 NO_IMAGE = Axes(True, 0)
-#: Axes of vectors: a bias, a scale, sums of channels.
+#: Axes of vectors: a bias, a scale, channel sums.
 VECTOR = Axes(False, 0)
 
 
-#: Of an array, for NumPy and for CuPy.
+#: Maximum size of a NumPy or CuPy array.
 _MOST_BYTES = 2**63 - 1
 
 
 class Result(NamedTuple):
-    """An array that a call returns: ``out``, or ``out[0]``, ``out[1]`` ... of a list; as it will be allocated."""
+    """An array that a call returns, as it will be allocated: ``out``, or ``out[0]``, ``out[1]`` ... of a list."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    channel: int | None = None  # the axis that is stored last; None in C order
-    may_alias: str = "residual"  # the one argument that may lie where the result does
+    channel: int | None = None  # the axis that is stored last; None for C order
+    may_alias: str = "residual"  # the only argument that may have the same memory as the result
 
     def check_size(self) -> None:
-        """Refuse a result of more bytes than there are addresses."""
+        """Refuse a result that is larger than any array can be."""
         nbytes = prod(extent or 1 for extent in self.shape) * self.dtype.itemsize
         if nbytes > _MOST_BYTES:
             raise ValueError(
@@ -127,7 +128,10 @@ class Result(NamedTuple):
 
     @property
     def memory(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The shape to allocate, C-ordered, and the axes that make the result of it; None where it is the result."""
+        """The C-ordered shape to allocate, and the order of axes that transposes it to the result.
+
+        The order is None if no transposition is needed.
+        """
         shape, channel, last = self.shape, self.channel, len(self.shape) - 1
         if channel is None:
             return shape, None
@@ -143,9 +147,9 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arrays of one call by name, absent ones left out, and their one backend.
+    """The arrays of one call by name, without absent ones, and their common backend.
 
-    `on` names the GPU that is planned for in place of the machine of that backend.
+    `on` names a GPU to plan for, instead of the machine of that backend.
     """
 
     arrays: dict[str, Any]
@@ -154,7 +158,7 @@ class Arguments:
 
     @classmethod
     def of(cls, arrays: dict[str, Any], on: str | None) -> Arguments:
-        """Arrays of one library and device, whose dtypes are ones we compute with."""
+        """Check that the arrays belong to one library and device, and that their dtypes are supported."""
         backend = backend_for(arrays)
         for name, array in arrays.items():
             check_dtype(name, array.dtype)
@@ -180,7 +184,7 @@ class Arguments:
 
     @property
     def machine(self) -> Machine:
-        """The processor that is planned for."""
+        """The processor to plan for."""
         if self.on is None:
             return self.backend.machine(current_settings().threads)
         if self.backend.name != "numpy":
@@ -190,8 +194,10 @@ class Arguments:
         return known_gpu(self.on)
 
     def located(self, what: str | Result) -> tuple[str, str, tuple[int, ...], tuple[int, ...], int]:
-        """Name, dtype, shape, byte strides and address of an argument; or of a result, which is the caller's array, then
-        checked, or the one that will be allocated."""
+        """Name, dtype, shape, byte strides and address of an argument or of a result.
+
+        A result is the caller's array, which is then checked, or the array that will be allocated.
+        """
         if isinstance(what, Result):
             if what.name not in self.arrays:
                 return what.name, dtype_name(what.dtype), what.shape, what.strides, 0
@@ -209,17 +215,17 @@ class Arguments:
         return tuple(self.describe(axes, what) for what in each)
 
     def describe_given(self, axes: Axes, name: str) -> Operand | None:
-        """An optional argument as planning sees it."""
+        """An optional argument as planning sees it; None if it is absent."""
         return self.describe(axes, name) if name in self.arrays else None
 
     def describe_array(self, what: str | Result, shape: tuple[int, ...] | None = None) -> Operand:
-        """An array by its own axes as planning sees it; `shape` may have an axis of length 1 in front of them."""
+        """An array with its own axes as planning sees it; `shape` may add leading axes of length 1."""
         name, dtype, own, strides, address = self.located(what)
         shape = own if shape is None else shape
         return operand(name, dtype, shape, (*(0,) * (len(shape) - len(own)), *strides), address)
 
     def check_out(self, result: Result) -> None:
-        """Refuse an array for a result that is not of its shape and dtype, or that shares memory."""
+        """Refuse an array for a result that has another shape or dtype, or that shares memory."""
         name, out = result.name, self.arrays[result.name]
         if tuple(out.shape) != result.shape:
             raise ValueError(f"{name} has shape {tuple(out.shape)}, needed {result.shape}")
@@ -230,7 +236,7 @@ class Arguments:
         OutMemory(self.arrays, [name], result.may_alias).check(tuple(self.arrays.values()), self.backend)
 
     def check_optional(self, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is") -> None:
-        """Refuse an optional argument of another shape, or one whose imaginary parts would be lost."""
+        """Refuse an optional argument of another shape, or one whose imaginary parts would be dropped."""
         array = self.arrays.get(name)
         if array is None:
             return
@@ -240,7 +246,7 @@ class Arguments:
             raise TypeError(f"{name} is {array.dtype.name}, {what} {dtype.name}: casting would drop imaginary parts")
 
     def copy_notes(self, axes: Axes, images: Iterable[str]) -> tuple[str, ...]:
-        """Name the images that have to be copied whole to have no more than three spatial axes."""
+        """Notes on the images that have to be copied whole to have at most three spatial axes."""
         return tuple(
             f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
             for name in images
@@ -258,7 +264,7 @@ def named_inputs(name: str, x: Any) -> dict[str, Any]:
 
 
 def merged_inputs(given: Arrays, name: str, *required: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of the argument `name`, which may be a sequence; and all arrays that are there, in their order."""
+    """Return the arrays of the argument `name`, which may be a sequence, and all present arrays in their order."""
     inputs = named_inputs(name, given[name])
     arrays: dict[str, Any] = {}
     for each, array in given.items():
@@ -267,12 +273,12 @@ def merged_inputs(given: Arrays, name: str, *required: str) -> tuple[dict[str, A
 
 
 def present(given: Arrays, *required: str) -> dict[str, Any]:
-    """The arguments that are there, and those without which there is no call."""
+    """The arguments that are not None, and the required ones in any case."""
     return {name: array for name, array in given.items() if array is not None or name in required}
 
 
 def is_batched(shapes: Mapping[str, tuple[int, ...]], kernel_shape: Any) -> bool:
-    """Whether images have N: that it is missing only a kernel of as many entries as there are spatial axes can tell."""
+    """Whether images have N: only a kernel with one entry per spatial axis can tell that N is missing."""
     if not isinstance(kernel_shape, (tuple, list)):
         return True
     return any(len(shape) != len(kernel_shape) + 1 for shape in shapes.values())
@@ -283,7 +289,7 @@ def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
 
 
 def activation_for(activation: Any, dtype: np.dtype) -> Activation:
-    """The activation of a result of this dtype; of complex numbers there is none."""
+    """The activation for a result of this dtype; complex results have none."""
     resolved = resolve_activation(activation)
     if resolved and dtype.kind == "c":
         raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
@@ -291,7 +297,7 @@ def activation_for(activation: Any, dtype: np.dtype) -> Activation:
 
 
 def widening_notes(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
-    """Name the argument that made the result wider than another argument is."""
+    """A note on the argument that makes the result wider than another argument."""
     result, names = dtype_name(dtype), {name: dtype_name(array.dtype) for name, array in arrays.items()}
     wide = [name for name, kind in names.items() if kind == result]
     narrow = [f"{name} ({kind})" for name, kind in names.items() if kind != result]
@@ -302,7 +308,7 @@ def widening_notes(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
 
 
 def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
-    """The gradient of a result of this shape and dtype, in that dtype; another shape or library is refused."""
+    """Return the gradient of a result in the dtype of that result; another shape, library or device is refused."""
     if backend_for({name: grad}) is not backend:
         raise TypeError(f"{name} is {kind_of(grad)}: not of the library and device of the result, {backend.name}")
     if tuple(grad.shape) != shape:
@@ -313,7 +319,7 @@ def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backe
 
 
 def in_dtype(array: Any, dtype: np.dtype, backend: Backend) -> Any:
-    """The array, plain, or a copy in another dtype: of the real parts where that is real."""
+    """The array without its subclass, converted if it has another dtype; only real parts if `dtype` is real."""
     if array.dtype == dtype:
         return backend.plain(array)
     with backend.current():

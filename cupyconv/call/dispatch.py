@@ -1,7 +1,7 @@
-"""Which backend owns these arrays: decided by array type alone.
+"""Find the backend of arrays by their type alone.
 
-A backend is found by the classes of an array and cached by class.  CuPy is imported only once an array
-of it has been seen, so ``import cupyconv`` never imports it.
+A backend is found through the method resolution order of an array's class and cached by class.  CuPy is imported only
+after one of its arrays has been seen, so ``import cupyconv`` never imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cupyconv.problem.problems import Machine, Problem
 
 
 class Backend(Protocol):
-    """What a call needs of an array library; every backend has exactly these."""
+    """The interface that a call needs from an array library; every backend has exactly these methods."""
 
     name: str
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
 
 _NUMPY = NumpyBackend()
 
-#: Array class -> the function that gives the backend of one such array.
+#: Array class -> the function that returns the backend of an array of this class.
 _REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NUMPY}
 
 _JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
@@ -73,17 +73,17 @@ _WAYS_IN = {
 
 
 def register_backend(array_class: type, backend_of: Callable[[Any], Backend]) -> None:
-    """Let arrays of a class, and of its subclasses, be computed by a backend of their own."""
+    """Register the backend of a class of arrays and its subclasses."""
     _REGISTRY[array_class] = backend_of
 
 
 def backend_of_class(array_class: type) -> Callable[[Any], Backend] | None:
-    """What gives the backend of an array of exactly this class; None where none has been seen yet."""
+    """The function that returns the backend of an array of exactly this class; None if no such array has been seen."""
     return _REGISTRY.get(array_class)
 
 
 def backend_for(arrays: Mapping[str, Any]) -> Backend:
-    """The one backend that owns all the arrays, given by argument name."""
+    """The common backend of all arrays, given by argument name."""
     found: Backend | None = None
     first = ""
     for name, array in arrays.items():
@@ -100,7 +100,10 @@ def backend_for(arrays: Mapping[str, Any]) -> Backend:
 
 
 def planner(backend: Backend, machine: Machine) -> Callable[[Problem], Plan]:
-    """What plans for a machine: the arrays' own backend, or where NumPy arrays stand for those of a GPU, CUDA's planning."""
+    """The function that plans for a machine.
+
+    This is the arrays' own backend, or CUDA's planning if NumPy arrays stand for arrays on a GPU.
+    """
     if backend is _NUMPY and isinstance(machine, GpuModel):
         from cupyconv.cuda.plan import plan
 
@@ -136,12 +139,12 @@ def _cupy_backend(array: Any) -> Backend:
 
 
 _CUPY_BACKENDS: dict[int, Backend] = {}
-#: Entered again by a finalizer that calls us in the midst of it.
+#: Reentrant, because a finalizer may call the library while the lock is held.
 _ONE_AT_A_TIME = RLock()
 
 
 def _cupy_device_backend(ordinal: int) -> Backend:
-    """The one backend of a device: two threads that ask first at the same time get the same."""
+    """The one backend of a device; two threads that ask for it first at the same time get the same backend."""
     backend = _CUPY_BACKENDS.get(ordinal)
     if backend is None:
         with _ONE_AT_A_TIME:

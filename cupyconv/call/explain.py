@@ -10,32 +10,32 @@ from cupyconv.problem.plan import Plan
 
 
 def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **kwargs: Any) -> Plan:
-    """What a call would run, and why; nothing is run or allocated.
+    """Return the plan of a call: what would run, and why.  Nothing is run or allocated.
 
     Parameters
     ----------
     function : callable
-        `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
-        `col2im`, `max_pool`, `avg_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
+        `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`, `col2im`,
+        `max_pool`, `avg_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
     *args, **kwargs
-        The call's arguments.
+        Arguments of the call.
     on : str, optional
-        A GPU's architecture: the plan is for that GPU, which need not be in this machine, and the arguments are
-        NumPy arrays.  ``"sm_75"`` (T4), ``"sm_80"`` (A100), ``"sm_86"`` (A10), ``"sm_89"`` (L40), ``"sm_90"`` (H100, H200),
+        Architecture of the GPU to plan for, which need not be in this machine; the arguments are then NumPy arrays.
+        ``"sm_75"`` (T4), ``"sm_80"`` (A100), ``"sm_86"`` (A10), ``"sm_89"`` (L40), ``"sm_90"`` (H100, H200),
         ``"sm_100"`` (B200) or ``"sm_120"`` (RTX 5090).
 
     Returns
     -------
     Plan
-        Print it for a page to read: the method, why not the others, every kernel and matrix product, temporary memory
-        (workspace), operations, bytes, and what limits the speed.  `Plan` explains its lines.
+        Printing it shows the method, why the other methods were not chosen, every kernel and matrix product, temporary
+        memory (workspace), operations, bytes, and what limits the speed.  `Plan` explains these lines.
 
     Raises
     ------
     TypeError
-        For a function that has no plan, or `on` beside arrays that are not NumPy's.
+        For a function that has no plan, or `on` together with arrays that are not NumPy's.
     ValueError
-        For an unknown architecture, and wherever the call itself would raise.
+        For an unknown architecture, and whenever the call itself would raise.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
 
 
 def checked_call(function: Callable[..., Any], *args: Any, on: str | None = None, **kwargs: Any) -> CheckedCall:
-    """The call that `explain` explains."""
+    """Return the checked call that `explain` plans."""
     operation = operation_of(function)
     if operation is None:
         if getattr(function, "__name__", "") in ("vjp", "pullback"):

@@ -1,9 +1,12 @@
-"""Arguments that a function does not have: what other libraries call theirs is answered with the name of ours.
+"""Errors for unknown arguments: an argument named as in another library is answered with the name used here.
 
-The signatures of operations and of `options` have ``*unnamed: Never`` before the keywords and ``**foreign: Never`` at the
-end, which help and `inspect.signature` leave out and type checkers refuse.  What Python would refuse before any code of ours
-ran, so gets here; a good call makes an empty tuple and an empty dict.
-A call without an argument that is needed gets here too: the argument may have come by another library's name.
+The signatures of operations and of `options` have ``*unnamed: Never`` before the keywords and ``**foreign: Never`` at
+the end.  Help and `inspect.signature` hide them, and type checkers refuse arguments for them.  This way, arguments that
+Python would refuse before any code of the library runs arrive here; a valid call creates an empty tuple and an empty
+dict.
+
+A call without a required argument also arrives here, because that argument may have been given by another library's
+name.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any
 
-#: By our names, those of PyTorch, ONNX, JAX, TensorFlow, Keras, Chainer, cuDNN, SciPy and NumPy.
+#: Our names, each with its names in PyTorch, ONNX, JAX, TensorFlow, Keras, Chainer, cuDNN, SciPy and NumPy.
 _NAMES = {
     "x": ("input", "inputs", "X", "lhs", "image", "data", "a", "in1"),
     "xs": ("x", "input", "inputs", "arrays", "tensors"),
@@ -50,13 +53,13 @@ _NAMES = {
     "threads": ("num_threads", "n_threads", "n_jobs", "workers"),
 }  # fmt: skip
 
-#: What tells two of ours from each other where another library has one name for both.
+#: Values that distinguish two of our arguments if another library has one name for both.
 _VALUES = {
     "padding": "'valid', 'same', 'full'",
     "padding_mode": "'constant', 'wrap'; for ndimage's 'reflect', 'mirror', 'nearest' 'symmetric', 'reflect', 'edge'",
 }
 
-#: What is said in another way, whatever the function.
+#: Arguments of other libraries that are expressed differently here, for any function.
 _WAYS = {
     "auto_pad": "padding=onnx_padding(pads, auto_pad)",
     "data_format": "a transposed view of an array whose channels are last, array.transpose(0, 3, 1, 2)",
@@ -76,21 +79,21 @@ _WAYS = {
 
 
 def without_foreign(function: Callable[..., Any]) -> Signature:
-    """The signature of a function, as it is shown."""
+    """The public signature of a function, without the hidden parameters."""
     shown = signature(function)
     hidden = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     return shown.replace(parameters=[p for p in shown.parameters.values() if p.kind not in hidden])
 
 
 class _Missing:
-    """What an argument is that is needed and was not given."""
+    """The value of a required argument that was not given."""
 
 
 MISSING = _Missing()
 
 
 def let_arguments_be_missing(function: Callable[..., Any]) -> None:
-    """Let calls without an argument that is needed reach the function, whose signature is shown as it was."""
+    """Let calls without a required argument reach the function; its public signature does not change."""
     shown = without_foreign(function)
     defaults = tuple(
         MISSING if parameter.default is Parameter.empty else parameter.default
@@ -109,12 +112,12 @@ def missing_arguments(name: str, missing: Sequence[str]) -> TypeError:
 
 
 def positional(parameters: Mapping[str, Parameter]) -> int:
-    """How many arguments may come without their names."""
+    """The number of arguments that may be given by position."""
     return sum(one.kind is Parameter.POSITIONAL_OR_KEYWORD for one in parameters.values())
 
 
 def too_many_arguments(name: str, parameters: Mapping[str, Parameter], given: int) -> str:
-    """What to say of more arguments without names than a function takes; other libraries take the stride so."""
+    """The message for too many positional arguments; in other libraries the stride, for example, is positional."""
     names, count = list(parameters), positional(parameters)
     places = f"{count} positional arguments ({', '.join(names[:count])})" if count else "no positional arguments"
     return (
@@ -129,7 +132,7 @@ def unknown_keyword(name: str, keyword: str, parameters: Iterable[str]) -> TypeE
 
 
 def ours_for(keyword: str, parameters: Iterable[str]) -> str:
-    """What to say of a keyword that is none of a function's parameters: that of ours which is meant, or all."""
+    """A hint for a keyword that is not a parameter of the function: the parameter that is meant, or all parameters."""
     from difflib import get_close_matches
 
     parameters = list(parameters)

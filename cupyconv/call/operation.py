@@ -1,4 +1,4 @@
-"""The one way in: what becomes of an operation's arguments until they run.
+"""The entry point of all operations: from the arguments of a call to its execution.
 
 ::
 
@@ -7,10 +7,10 @@
         known:      its executable runs on these arrays                          (microseconds)
         not known:  check --> problem --> plan --> executable, which runs and is remembered
 
-The key holds what a check or a plan may look at: which arguments are there, the owner, dtypes, shapes,
-strides and alignment of the arrays, every other argument with its type (1, 1.0 and True are equal to Python
-and not to a caller), and the options in force.  What it cannot hold, where `out` lies, is checked each time.
-Only a call that came to its result is remembered, and only arguments of the types below: others are checked each time.
+The key holds everything that a check or a plan may depend on: which arguments are present; the owner, dtypes, shapes,
+strides and alignment of the arrays; every other argument with its type (1, 1.0 and True are equal in Python but not to
+a caller); and the options in force.  The address of `out` cannot be part of the key, so it is checked in every call.
+Only successful calls are cached, and only if their arguments have the types listed below.
 """
 
 from __future__ import annotations
@@ -41,46 +41,48 @@ from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Problem, UnlikeItsModel
 
-#: Executables kept: of more, the one that was used least recently is let go.
+#: Maximum number of cached executables; the least recently used one is evicted.
 KEPT = 1024
-#: A limit that no call meets, and the smallest one that an error names; up to how many times the least that is.
+#: A limit that no call reaches; the smallest limit that an error names; its largest ratio to the minimum.
 UNLIMITED, LEAST_WORKSPACE, NEAR = 1 << 62, 64, 1.25
 
-#: By key.  Two threads that store one key store executables that do the same.
+#: Executables by key.  Two threads that store the same key store equivalent executables.
 _executables: Cache[Executable] = Cache(KEPT)
 
-#: What takes the arrays from all arguments, and their one class, by the types of all arguments: none is a list or a tuple.
+#: By the types of all arguments, without lists and tuples: a function that selects the arrays, and their common class.
 _plain_forms: dict[tuple[type, ...], tuple[Callable[[tuple[Any, ...]], Sequence[Any]], type]] = {}
 
-#: The same where one argument is a list or a tuple: what takes the arrays before it, its place, and what takes those after it.
+#: The same with one list or tuple: a function that selects the arrays before it, its position, a function that selects
+#: the arrays after it, and the common class.
 _forms_with_one: dict[tuple[type, ...], tuple[Any, int, Any, type]] = {}
 
 #: The operations of public functions.
 _OPERATIONS: dict[Callable[..., Any], Operation] = {}
 
-#: Immutable, and the same where type and value are.  Not float: 0.0 equals -0.0.
+#: Immutable types; equal values of the same type are interchangeable.  Not float: 0.0 equals -0.0.
 _PLAIN = frozenset({type(None), bool, int, str, *(np.dtype(code).type for code in "bhilqBHILQ")})
-#: Of these, equal values are the same whatever their types are.
+#: Types among them whose values never equal a value of another type.
 _NAMES = frozenset({type(None), str})
 
 
 class Operation:
-    """What can be called: which of its arguments are arrays, and what checks them.
+    """A callable operation: which of its arguments are arrays, and the function that checks them.
 
     Parameters
     ----------
     function : callable or None
-        The public function, by which `explain` finds the operation; an operation within others has none.
+        The public function, by which `explain` finds the operation; None for an internal operation.
     check : callable
-        ``check(arrays, on=None, **settings) -> CheckedCall``, or an error for arguments that do not fit.  `arrays` are
-        by name, None where absent; one may be a sequence of arrays.  Only where it is called for a gradient it gets
-        ``saving=True``: the results are then a list, with what the gradient needs at its end.
+        ``check(arrays, on=None, **settings) -> CheckedCall``; raises an error for arguments that do not fit.  `arrays`
+        are by name, None if absent; one may be a sequence of arrays.  Only a call for a gradient passes
+        ``saving=True``: the results are then a list that ends with what the gradient needs.
     arrays : sequence of str
         The names of the arguments that are arrays, in the order in which the checked call has them.
     settings : sequence of str, optional
-        The names of all others; by default those of the function.
+        The names of all other arguments; by default those of the function.
     unpack : callable, optional
-        Maps the function's arguments to those named in `arrays` and `settings`.  It may change the dict that it gets.
+        Maps the function's arguments to those named in `arrays` and `settings`.  It may change the dict that it
+        receives.
     """
 
     def __init__(
@@ -100,18 +102,18 @@ class Operation:
         self._unpack = unpack
         self.arrays, self.settings = tuple(arrays), tuple(settings)
         self._arrays_of, self._settings_of = itemgetter(*arrays), itemgetter(*settings)
-        #: Settings that cannot change, and the same with their types.
+        #: The last immutable settings, and the same settings with their types.
         self._last: tuple[tuple[Any, ...], Hashable] = (), None
 
     def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
-        """The result for all arguments of the function by name: its own ``locals()``, for instance."""
+        """Return the result for all arguments of the function by name, for example its own ``locals()``."""
         if arguments.get("foreign") or arguments.get("unnamed"):
             self._refuse_more(arguments)
         if self._unpack is not None:
             try:
                 arguments = self._unpack(arguments)
             except (TypeError, ValueError):
-                self._refuse_missing(arguments)  # without this error, which would show what stands for it
+                self._refuse_missing(arguments)  # a missing argument may cause this error, which would show `MISSING`
                 raise
         settings = self._settings_of(arguments)
         given, form, array_class = flat(self._arrays_of(arguments))
@@ -142,7 +144,7 @@ class Operation:
             raise missing_arguments(self._function.__name__, missing) from None
 
     def checked(self, arguments: dict[str, Any], on: str | None = None) -> CheckedCall:
-        """The call that these arguments make; nothing is run."""
+        """Return the checked call with these arguments; nothing is run."""
         return self._checked(arguments if self._unpack is None else self._unpack(arguments), on=on)
 
     def _checked(self, arguments: Mapping[str, Any], **how: Any) -> CheckedCall:
@@ -155,17 +157,17 @@ class Operation:
     def _key(
         self, given: Sequence[Any], form: Hashable, array_class: type | None, settings: tuple[Any, ...], saving: bool
     ) -> Hashable | None:
-        """Everything the outcome depends on but addresses, or None where that cannot be said."""
+        """Everything that the outcome depends on except addresses; None if this cannot be determined."""
         backend_of = None if array_class is None else backend_of_class(array_class)
         if backend_of is None:
             return None
         backend = backend_of(given[0])
         last, typed = self._last
-        # The very same objects as before, which cannot have changed: most calls have their defaults.
+        # Identical immutable objects need no second look: most calls use the defaults.
         if len(last) != len(settings) or not all(map(is_, settings, last)):
             try:
                 typed = _typed(settings)
-            except (_Unusual, RecursionError):  # a list that holds itself
+            except (_Unusual, RecursionError):  # RecursionError: a list that contains itself
                 return None
             if _cannot_change(settings):
                 self._last = settings, typed
@@ -173,7 +175,7 @@ class Operation:
 
 
 def operation_of(function: Any) -> Operation | None:
-    """The operation of a public function; None for anything else."""
+    """Return the operation of a public function; None for any other object."""
     return next((operation for known, operation in _OPERATIONS.items() if known is function), None)
 
 
@@ -183,9 +185,9 @@ def known_functions() -> list[str]:
 
 
 def refusal(name: str, known: Sequence[str], function: Any, namesake: str) -> str:
-    """Why `name`, that takes a function and its arguments, does not take this one.
+    """Why `name`, which takes a function and its arguments, does not accept this function.
 
-    `namesake` is what to say of another framework's function that has the name of one of the `known`.
+    `namesake` is the hint for a function of another framework that has the name of one of the `known` functions.
     """
     message = f"{name} takes one of {', '.join(known)}, and then its arguments, given "
     if not callable(function):
@@ -196,14 +198,14 @@ def refusal(name: str, known: Sequence[str], function: Any, namesake: str) -> st
 
 
 def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
+    """All arguments of a call by name, including defaults."""
     known = signature(function)
     try:
         arguments = known.bind(*args, **kwargs)
     except TypeError as error:
         unknown = [keyword for keyword in kwargs if keyword not in known.parameters]
         said = str(error)
-        if unknown:  # it may be what is missing
+        if unknown:  # it may be the missing argument under another name
             said = f"got an unexpected keyword argument {unknown[0]!r}: {ours_for(unknown[0], known.parameters)}"
         elif said == "too many positional arguments":
             raise TypeError(too_many_arguments(function.__name__, known.parameters, len(args))) from None
@@ -213,13 +215,15 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def forget_calls() -> None:
-    """Forget all executables, so that every call is checked anew (for tests)."""
+    """Remove all cached executables, so that every call is checked again (for tests)."""
     _executables.clear()
 
 
 def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | None]:
-    """All arrays one after the other; which arguments there are: the type of each, and how many arrays it holds; and the one
-    class of all arrays, or None.
+    """Flatten the arguments that are arrays.
+
+    Returns all arrays in one sequence; a hashable form with the type of each argument and the number of arrays in each
+    sequence; and the common class of all arrays, or None.
     """
     kinds = tuple(map(type, arguments))
     known = _plain_forms.get(kinds)
@@ -255,18 +259,18 @@ def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | No
 
 
 def _taker(places: list[int]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
-    """What takes those at these places from a tuple."""
+    """Return a function that selects the entries at these positions from a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 class _Unusual(Exception):
-    """A value of which nobody knows whether an equal one is the same."""
+    """A value for which it is unknown whether an equal value is interchangeable with it."""
 
 
 def _typed(values: tuple[Any, ...]) -> Hashable:
-    """Values beside their types: only equal values of equal types are equal."""
+    """Values together with their types: two results are equal only if both values and types are equal."""
     kinds = tuple(map(type, values))
     if _PLAIN.issuperset(kinds):
         return kinds, values
@@ -290,9 +294,9 @@ def _one_typed(value: Any) -> Hashable:
 class CheckedCall:
     """One call, checked and ready; nothing has been allocated or launched for it.
 
-    ``plan()`` is all that `explain` needs; an `Executable` of it runs, this time and again.
+    `explain` needs only ``plan()``; an `Executable` of the call runs it, once or repeatedly.
 
-    `images` names the arrays that have the axes of an image; `results` are what comes back, one array or, where
+    `images` names the arrays that have the axes of an image.  `results` are the return values: one array or, if
     `listed`, a list.
     """
 
@@ -305,7 +309,7 @@ class CheckedCall:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arguments by name, as the caller gave them, absent ones left out."""
+        """The arguments by name, as the caller gave them, without absent ones."""
         return self.arguments.arrays
 
     def plan(self) -> Plan:
@@ -320,12 +324,12 @@ class CheckedCall:
         raise ValueError(words)
 
     def run(self) -> Any:
-        """Allocate, execute and return the result; nothing is remembered."""
+        """Allocate, execute and return the result; nothing is cached."""
         return Executable(self).run(tuple(self.arrays.values()))
 
 
 def _with_note_on_limit(plan: Plan, limit: int) -> Plan:
-    """The plan, which says so where it takes more than it was allowed; forms that are kept are beside the limit."""
+    """The plan, with a note if it exceeds the workspace limit; cached forms do not count against the limit."""
     buffers = sum(buffer.nbytes for buffer in plan.workspace if not buffer.of)
     needed = buffers + sum(conversion.nbytes for conversion in plan.conversions)
     if needed <= limit:
@@ -337,9 +341,10 @@ def _with_note_on_limit(plan: Plan, limit: int) -> Plan:
 
 
 def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int | None:
-    """A limit under which a refused problem has a plan, near the least; None where no limit is the reason.
+    """A limit under which a refused problem has a plan, close to the minimum; None if the limit is not the reason.
 
-    A method knows what it lacks itself, not what the rest of the call has of the limit: so planning is asked.
+    A method knows its own requirement, but not how much of the limit the rest of the call needs.  So this function
+    searches with the planner itself.
     """
 
     def is_enough(limit: int) -> bool:
@@ -353,16 +358,15 @@ def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int 
     if not is_enough(enough):
         return None
     while enough > NEAR * refused:
-        middle = isqrt(refused * enough)  # they may be far apart: halfway in their digits
+        middle = isqrt(refused * enough)  # the bounds may differ by orders of magnitude: bisect on a logarithmic scale
         refused, enough = (refused, middle) if is_enough(middle) else (middle, enough)
     return enough
 
 
 class Executable:
-    """A checked call without its arrays, ready to run: what calls of one kind, on arrays laid out alike, share.
+    """A checked call without its arrays, ready to run: shared by all calls with the same settings and array layouts.
 
-    What a run still does is find memory for the results and hand the arrays, in the order of the checked call, to the
-    backend.
+    A run only allocates the results and passes the arrays, in the order of the checked call, to the backend.
     """
 
     def __init__(self, call: CheckedCall) -> None:
@@ -377,14 +381,14 @@ class Executable:
         self._allocated = tuple(
             (result.name, result.dtype, *result.memory) for result in call.results if result.name not in arrays
         )
-        #: Arrays of a subclass, which may index and compute otherwise: the backend gets plain ones.
+        #: Arrays of a subclass, which may index and compute differently: the backend receives plain arrays.
         self._subclassed = tuple(name for name, array in arrays.items() if self._backend.plain(array) is not array)
-        #: Arrays of which the backend gets a view with the axes it knows.
+        #: Arrays for which the backend receives a view with its own axes.
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
         self._out_memory = OutMemory(arrays, given, call.results[0].may_alias) if given else None
         self._places_of_outs = [place for place, name in enumerate(arrays) if name in given]
-        #: Results that are computed in memory beside the caller's, see `Axes.view`.
+        #: Results that are computed in separate memory and then copied to the caller's array, see `Axes.view`.
         self._beside = tuple(
             name
             for name in given
@@ -393,17 +397,17 @@ class Executable:
 
     @property
     def shared(self) -> tuple[object, ...]:
-        """What executables hold in common."""
+        """Objects that executables share."""
         return self._backend, *vars(self._backend).values()
 
     def run_again(self, arrays: Sequence[Any]) -> Any:
-        """Run for other arrays, after the one check that their layouts do not answer."""
+        """Run with other arrays, after the only check that their layouts do not decide."""
         if self._out_memory is not None and not self._backend.are_apart(arrays, self._places_of_outs):
             self._out_memory.check(arrays, self._backend)
         return self.run(arrays)
 
     def _prepare(self, plan: Plan) -> None:
-        """Make the plan what a run executes, or another where the device has not what it asks for."""
+        """Prepare the plan for execution, or another plan if the device cannot run this one."""
         try:
             self._execute = self._backend.prepare(plan)
             self.plan = plan
@@ -411,7 +415,7 @@ class Executable:
             self._prepare(self._plan_for_what_it_is())
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
+        """Execute the plan; if an allocation fails, try smaller chunks before reporting it."""
         return self._backend.within(self._run, arrays)
 
     def _run(self, arrays: Sequence[Any]) -> Any:
@@ -428,7 +432,7 @@ class Executable:
         try:
             self._execute(named)
         except MemoryError as error:
-            # Frames, its own and those of what it came from, hold what this attempt had, which the next one may need.
+            # The frames of the error and of its causes hold the memory of this attempt, which the next one may need.
             failed = error.with_traceback(None)
             failed.__cause__ = failed.__context__ = None
         except UnlikeItsModel:
@@ -438,15 +442,15 @@ class Executable:
             try:
                 raise failed
             finally:
-                del failed  # it has this frame, which would have it, and with it all arrays of the call
+                del failed  # breaks the reference cycle with this frame, which would hold all arrays of the call
         for name in self._beside:
             out = returned[self._returned.index(name)] if self._listed else returned
             self._backend.plain(out)[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
         return returned
 
     def _succeeds_with_less(self, views: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:
-        """Run plans of less and less workspace; whether there was one that could have it."""
-        # A result that is the residual may hold sums already: done again, they would be added twice.
+        """Run plans with less and less workspace; return whether one of them succeeded."""
+        # A result that is also the residual may already hold sums: a second attempt would add them again.
         if self._out_memory is not None and self._out_memory.is_residual(arrays, self._backend.address):
             return False
         plan = self._plan_with_less(self.plan)
@@ -459,7 +463,7 @@ class Executable:
         return False
 
     def _plan_with_less(self, plan: Plan) -> Plan | None:
-        """A plan with half the workspace that could not be had, or None where there is none."""
+        """A plan with half the workspace that could not be allocated, or None if there is none."""
         if not plan.workspace:
             return None
         try:
@@ -469,7 +473,7 @@ class Executable:
         return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
 
     def _plan_for_what_it_is(self) -> Plan:
-        """The plan for what the device says of itself since it refused one; ValueError where its method was named."""
+        """The plan for the updated model of a device that refused a plan; raises ValueError if the method was named."""
         self._problem = replace(self._problem, machine=self._backend.machine(None))
         return self._backend.plan(self._problem)
 

@@ -1,4 +1,4 @@
-"""Settings of calls: a context variable, read when a function is called."""
+"""Settings of calls: a context variable that each call reads when it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyconv.call.keywords import too_many_arguments, unknown_keyword, without_
 
 
 class Settings(NamedTuple):
-    """What a call is decided with; `options` sets it."""
+    """The settings that decide how a call runs; `options` sets them."""
 
     workspace_limit: int | None = None
     allow_tf32: bool = False
@@ -23,11 +23,11 @@ class Settings(NamedTuple):
 
 
 _DEFAULTS = Settings()
-#: The settings in force, and the blocks that are open, the innermost last.
+#: The settings in force, and the open ``with`` blocks, innermost last.
 _CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
 _BLOCKS: ContextVar[tuple[options, ...]] = ContextVar("cupyconv_blocks", default=())
 
-#: What the call at hand is decided with.
+#: Returns the settings in force.
 current_settings = _CURRENT.get
 
 
@@ -37,47 +37,50 @@ class options(AbstractContextManager["Settings"]):
     Parameters
     ----------
     workspace_limit : int, optional
-        The most bytes of temporary buffers that a call may take; by default 256 MiB on CUDA, 16 MiB on NumPy.
-        The work is done in chunks that fit: first of samples, then of output pixels.  A method whose smallest
-        chunk needs more is not chosen, and refused if it was named; on NumPy every method needs some.
-        On CUDA an argument of another dtype than the one computed with is converted as a whole.  That copy counts,
-        but it is made even where it alone exceeds the limit.  On NumPy the same holds for a weight: if its copy takes
-        more than half of the limit, it comes on top of the limit, in part or as a whole.  So do the sums of one output
-        of a weight's gradient, where they cannot be those of the result.  A note of `explain` says where a call passes
-        its limit.
+        Maximum number of bytes of temporary buffers that a call may use.  The default is 256 MiB on CUDA and 16 MiB on
+        NumPy.  A call works in chunks that fit: first of samples, then of output pixels.  A method whose smallest chunk
+        needs more memory is not chosen, and raises an error if it was named.  On NumPy every method needs some
+        workspace.
+
+        Some buffers may exceed the limit; `explain` then adds a note.  On CUDA, an argument of another dtype than that
+        of the computation is converted as a whole.  This copy counts against the limit, but it is made even if it alone
+        exceeds the limit.  On NumPy the same holds for a weight: if its copy needs more than half of the limit, it
+        comes on top of the limit, in part or as a whole.  The same also holds for the sums of one output channel of a
+        weight's gradient, if they cannot be accumulated in the result.
     allow_tf32 : bool
-        On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
-        with relative errors of up to about 1e-3.
+        On CUDA, allow matrix products of float32 and complex64 to round their factors to TF32 (10 bits of mantissa).
+        This is faster, with relative errors of up to about 1e-3.
     allow_winograd : bool
-        On NumPy, let float32 convolutions with kernels of 2 to 5 taps along an axis be computed by Winograd's method
-        where that is faster.  Sums of integers are then not exact, and errors are bounded normwise: by 4e-6 times the
-        largest sum of ``abs(weight * x)`` of all results, not times each result's own.  On random data of 64 channels they
-        are, in the root mean square, up to 2, 3 and 5 times those of sums of products, along one, two and three axes; of 4
-        channels twice that.  Infinities and NaN are where the definition has them.
-        False forbids it, by name too.
+        On NumPy, allow Winograd's method for float32 convolutions with kernels of 2 to 5 taps along an axis, if it is
+        faster.  Sums of integers are then not exact, and errors are bounded normwise: by 4e-6 times the largest sum of
+        ``abs(weight * x)`` over all results, not times each result's own sum.  On random data of 64 channels,
+        root-mean-square errors are up to 2, 3 and 5 times those of sums of products along one, two and three axes; with
+        4 channels they are twice as large.  Infinities and NaN appear where the definition gives them.  False forbids
+        the method, even if it is named.
     allow_fft : bool
-        Let kernels of many taps be multiplied as Fourier transforms, tile by tile, where that is faster; on CUDA, by
-        cuFFT, where it is faster by far as its cost model has it, which no GPU has been held against.  Sums of
-        integers are then not exact, and errors are bounded normwise, in float32 by 2e-6 times the largest element of x
-        times the largest sum of ``abs(weight)`` of an output; on random data they are about those of sums of products.
-        Where an element is infinite or NaN its tile is computed again by sums of products; where that would take
-        more than 2**34 of them (2**40 on CUDA) it is left as it is, and `explain` says which.  False forbids it, by name too.
+        Allow Fourier transforms, tile by tile, for kernels of many taps, if they are faster.  On CUDA, cuFFT is used
+        only if it is faster by far according to its cost model, which has not been verified on any GPU.  Sums of
+        integers are then not exact, and errors are bounded normwise: in float32 by 2e-6 times the largest element of x
+        times the largest sum of ``abs(weight)`` of an output channel.  On random data they are about those of sums of
+        products.  A tile with an infinite or NaN element is computed again by sums of products.  If this needs more
+        than 2**34 products (2**40 on CUDA), the tile is left as it is, and `explain` says which of the two applies.
+        False forbids the method, even if it is named.
     threads : int, optional
-        How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
-        by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
-        affinity are respected), and fewer where that takes less by the cost model.  While a call uses several, BLAS
-        has one thread in the whole process; then it has its own number again.  With one that was asked for, products
-        use the threads of BLAS, by default they do not.
+        Number of threads that a call on NumPy uses, or fewer if the workspace limit does not allow so many.  The
+        default is the number of threads of NumPy's BLAS, so that its environment variables, threadpoolctl and the
+        process's affinity are respected, or fewer if the cost model predicts that they are faster.  While a call uses
+        several threads, BLAS is limited to one thread in the whole process; afterwards it gets its own number back.
+        With ``threads=1``, matrix products use the threads of BLAS; if the default selects one thread, they do not.
 
     Raises
     ------
     TypeError, ValueError
-        Where a value is not an integer or is out of range, when the block is set up.
+        If a value has the wrong type or is out of range, when the object is created.
 
     Notes
     -----
-    A setting that is left out has its default inside the block, even inside another block that sets it.  New
-    threads start with the defaults.
+    Inside the block, an omitted setting has its default value, even if an enclosing block sets it.  New threads start
+    with the defaults.
 
     Examples
     --------
@@ -119,8 +122,8 @@ class options(AbstractContextManager["Settings"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Not always the innermost: generators that take turns leave their blocks in any order.  And not always where the
-        # block was entered: one that is closed elsewhere, by an event loop or another thread, has nothing to leave there.
+        # This block need not be the innermost: interleaved generators leave their blocks in any order.  It may also not
+        # be open in this context: a generator that an event loop or another thread closes leaves its block there.
         blocks = list(_BLOCKS.get())
         if self not in blocks:
             return
@@ -134,7 +137,7 @@ options.__signature__ = without_foreign(options)  # type: ignore[attr-defined]
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely counts as one of them."""
+    """Return True or False; any other value is refused, even if it has a truth value."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, given {value!r}")
     return value

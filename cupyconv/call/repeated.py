@@ -1,12 +1,12 @@
-"""Calls that are made again and again with the same settings, and of the same weight: checked and planned once a layout.
+"""Repeated calls with the same settings and the same weight: checked and planned once per layout.
 
 ::
 
-    conv(x, weight, ...)        arguments --> key --> executable        found by everything that its outcome depends on
-    call(x=x)                   layouts of x, options --> executable    all else is known since the call was made
+    conv(x, weight, ...)        arguments --> key --> executable        the key has everything the outcome depends on
+    call(x=x)                   layouts of x, options --> executable    everything else is fixed at construction
 
-A model has one for each of its layers.  What it is given besides arrays, and the arrays that it is given at first, must not
-change: what is made of a weight is then kept too, beyond all budgets.  Nothing is asked of where `out` lies.
+A model has one `RepeatedCall` per layer.  The settings and arrays given at construction must not change: derived forms
+of the weight are cached too, outside all budgets.  The address of `out` is not checked.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import keeping_forms
 from cupyconv.problem.problems import ConvProblem
 
-#: Executables of one layer: of images of so many sizes in turn, or options.
+#: Maximum number of cached executables of one layer, for different image sizes or options.
 KEPT = 16
 
 
 class RepeatedCall:
-    """A call of `function` with some of its arguments; the others, arrays, are given each time.
+    """A call of `function` with some arguments fixed; the other arguments, which are arrays, are given in each call.
 
     Parameters
     ----------
     function : callable
         A public function.
     fixed : mapping
-        Arguments by name, which stay as they are.
+        Fixed arguments by name.
     """
 
     def __init__(self, function: Callable[..., Any], fixed: Mapping[str, Any]) -> None:
@@ -49,16 +49,17 @@ class RepeatedCall:
         self._has_weight = "weight" in fixed
         if self._has_weight:
             self._arguments["weight"] = keeping_forms(fixed["weight"])
-        #: By layouts and options; and of each array of the call its place among those given, or the array.
+        #: Executables by layouts and options, each with a list that has, for each array of the call, its position among
+        #: the given arrays, or the fixed array itself.
         self._executables: dict[Hashable, tuple[Executable, list[Any]]] = {}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What it is made with, by the function's names; what is given each time stands there as its default, or None."""
+        """The fixed arguments by the function's names; an argument given per call has its default, or None."""
         return dict(self._arguments)
 
     def __call__(self, **given: Any) -> Any:
-        """The result, with these arrays."""
+        """Return the result with these arrays."""
         arrays, form, array_class = flat(tuple(given.values()))
         backend_of, key = None if array_class is None else backend_of_class(array_class), None
         if backend_of is not None:
@@ -74,7 +75,7 @@ class RepeatedCall:
         return executable.run([arrays[one] if type(one) is int else one for one in order])
 
     def checked(self, on: str | None = None, **given: Any) -> CheckedCall:
-        """The call that these arrays make, `on` a GPU that need not be there; nothing is run."""
+        """Return the checked call with these arrays; `on` names a GPU that need not be present.  Nothing is run."""
         call = self._operation.checked({**self._arguments, **given}, on)
         problem = call.problem
         if self._has_weight and isinstance(problem, ConvProblem):

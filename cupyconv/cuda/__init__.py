@@ -1,1 +1,1 @@
-"""The CUDA backend: `plan` decides without a GPU, `run` executes on a Device."""
+"""The CUDA backend: `plan` makes plans without a GPU, `run` executes them on a `Device`."""

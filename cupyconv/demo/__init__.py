@@ -1,14 +1,14 @@
-"""The demo: three jobs, each measured, checked against another computation, and shown with its code.
+"""The demo: three jobs, each timed, checked against an independent computation, and shown with its code.
 
 =================  ==========================================================================
-`merge.py`         five fields into one by `linmerge`, against concatenating them first
-`batch.py`         a convolution of 64 samples in one call, against a loop over the samples
-`photograph.py`    a photograph through a bank of complex Gabor filters, as a picture
-`libraries.py`     what the parts need of NumPy and of CuPy: arrays, clocks, counted memory
+`merge.py`         merges five fields with `linmerge`, compared with concatenating them first
+`batch.py`         a convolution of 64 samples in one call, compared with a loop over the samples
+`photograph.py`    applies a bank of complex Gabor filters to a photograph and writes a picture
+`libraries.py`     NumPy and CuPy for the parts: arrays, clocks, counted memory
 `page.py`          headings, tables and the progress bar
 =================  ==========================================================================
 
-Everything runs on NumPy; with a GPU that works, every row has CuPy's columns beside NumPy's.
+Everything runs on NumPy.  With a working GPU, every row also has CuPy's columns.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PARTS: tuple[tuple[str, Callable[..., None]], ...] = (
 
 
 def run_demo(*, small: bool = False, directory: Path | None = None, libraries: Sequence[Library] | None = None) -> int:
-    """Run all parts; the exit status is 0 where every check passed.
+    """Run all parts; the exit status is 0 if every check passed.
 
-    `small` runs a hundredth of the work, `directory` is where the picture goes, and `libraries` are NumPy and,
-    where a GPU works, CuPy.
+    `small` runs a hundredth of the work, `directory` receives the picture, and `libraries` are NumPy and, with a
+    working GPU, CuPy.
     """
     begin = time.perf_counter()
     page = Page()
@@ -51,7 +51,7 @@ def run_demo(*, small: bool = False, directory: Path | None = None, libraries: S
         page.heading(f"{number}  {title}")
         try:
             part(page, libraries, small=small, directory=directory or Path.cwd())
-        except Exception as error:  # one part that breaks is reported, and the others still run
+        except Exception as error:  # a failing part is reported, and the others still run
             page.failure(f"{type(error).__name__}: {error}")
     page.verdict(time.perf_counter() - begin)
     return 1 if page.failures else 0

@@ -1,4 +1,4 @@
-"""Part 2: one call for a batch, against a loop over its samples."""
+"""Part 2: one call for a batch, compared with a loop over its samples."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _ways(library: Library, host_x: np.ndarray, host_weight: np.ndarray) -> dict
 
 
 def _sum_over_taps(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The convolution again, another way: one product for each of the nine shifts of a padded image."""
+    """Compute the convolution independently: one product for each of the nine shifts of a padded image."""
     height, width = x.shape[2:]
     padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
     return sum(

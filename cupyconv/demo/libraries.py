@@ -1,4 +1,4 @@
-"""NumPy and CuPy as the demo needs them: arrays, a clock, counted memory, free memory."""
+"""NumPy and CuPy for the demo: arrays, a clock, counted memory, free memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Library:
     description: str
     xp: ModuleType
     to_host: Callable[[Any], np.ndarray]
-    #: Seconds one call takes, the GPU's end included.
+    #: Seconds of one call, until the GPU has finished.
     seconds: Callable[[Call], float]
-    #: Most bytes one call has allocated at a time, its result included.
+    #: Peak bytes that one call allocates, including its result.
     peak_bytes: Callable[[Call], int]
     free_bytes: Callable[[], int | None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one way to do a job took on one library."""
+    """Measurements of one implementation of a job on one library."""
 
     seconds: float
     beyond_result: int
@@ -83,7 +83,7 @@ def cupy_library(cupy: ModuleType) -> Library:
 def measure(
     page: Page, library: Library, ways: Mapping[str, Call], error_of: Callable[[np.ndarray], float], rounds: int
 ) -> dict[str, Measured]:
-    """Check, then count memory, then take the median time of rounds in which every way has its turn."""
+    """Check results, count memory, then return median times of rounds in which every implementation runs in turn."""
     results = {name: call() for name, call in ways.items()}
     errors = {name: error_of(library.to_host(result)) for name, result in results.items()}
     peaks = {name: library.peak_bytes(call) for name, call in ways.items()}
@@ -100,7 +100,7 @@ def measure(
 
 
 def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[str, Measured]]) -> None:
-    """One row per way; for each library its time, memory and error; for two, their largest difference."""
+    """Print a row per implementation, with its time, memory and error per library, and the difference between two."""
     header = [""]
     for library in libraries:
         header += [library.name, "extra memory", "error"]
@@ -119,7 +119,7 @@ def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[s
 
 
 def host_free_bytes() -> int | None:
-    """Bytes of memory that can be had without swapping, or None where the system does not say."""
+    """Return the bytes of memory available without swapping, or None if the system does not report them."""
     found = [free for free in (_meminfo(), _cgroup_room(), _windows_free()) if free is not None]
     if not found and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -127,7 +127,7 @@ def host_free_bytes() -> int | None:
 
 
 def _pool_counter(cupy: ModuleType) -> Any:
-    """A memory hook that follows CuPy's pool: bytes allocated since it began, and their peak."""
+    """Return a memory hook that counts the bytes allocated from CuPy's pool since it began, and their peak."""
 
     class Counter(cupy.cuda.MemoryHook):  # type: ignore[name-defined]
         name = "cupyconv_demo"
@@ -157,7 +157,7 @@ def _host_seconds(call: Call) -> float:
 
 
 def _host_peak(call: Call) -> int:
-    tracemalloc.start()  # NumPy reports its arrays to it
+    tracemalloc.start()  # NumPy reports its arrays to tracemalloc
     try:
         call()
         return tracemalloc.get_traced_memory()[1]
@@ -166,7 +166,7 @@ def _host_peak(call: Call) -> int:
 
 
 def _proc_entry(file: str, key: str) -> str | None:
-    """The first value of a key in a file of /proc, where there is one."""
+    """Return the first value of a key in a file of /proc, or None if there is none."""
     try:
         lines = Path("/proc", file).read_text().splitlines()
     except OSError:
@@ -180,7 +180,7 @@ def _meminfo() -> int | None:
 
 
 def _cgroup_room() -> int | None:
-    """What a container's limit leaves; file cache counts as used here, so it is given back."""
+    """Return the bytes left below a container's limit.  Reclaimable file cache counts as used, so it is added back."""
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Part 1: the merge that the library began with, at its original size."""
+"""Part 1: the merge that the library started with, at its original size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INPUTS, BATCH, CHANNELS, POINTS = 5, 4, 4, 10**6
 ROUNDS = 5
 #: Points that are compared with a float64 computation.
 CHECKED = 4096
-#: How much more memory has to be free than is needed.
+#: Factor by which the free memory must exceed the required memory.
 _RESERVE = 1.2
 
 
@@ -45,9 +45,9 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
 
 
 def _affordable(page: Page, libraries: Sequence[Library], points: int, itemsize: int) -> int | None:
-    """The number of points that memory has room for, said where it is not the one asked for."""
+    """Return the number of points that fit into memory; print it if it is below the requested number."""
     for library in libraries:
-        # in inputs: they, their concatenation, results; on a GPU the stacked copy too
+        # Memory in units of the inputs: inputs, their concatenation, results; on a GPU also the stacked copy.
         multiple = 3.5 if library.name == "CuPy" else 2.5
         per_point = INPUTS * BATCH * CHANNELS * itemsize * multiple * _RESERVE
         free = library.free_bytes()
@@ -107,7 +107,7 @@ def _ways(library: Library, host_fields: list[np.ndarray], host_weight: np.ndarr
 
 
 def _one_block(cupy: Any, fields: list[Any], weight: Any) -> Call:
-    """The original kernel, ``kernels/demo/one_block_merge.cu``, on inputs stacked as it wants them."""
+    """Return a call of the original kernel, ``kernels/demo/one_block_merge.cu``, which needs stacked inputs."""
     source = (kernel_directory() / "demo" / "one_block_merge.cu").read_text(encoding="utf-8")
     dtype = {"float32": "float", "float64": "double"}[weight.dtype.name]
     kernel = cupy.RawModule(code=source, options=(f"-DDTYPE={dtype}",)).get_function("one_block_merge")

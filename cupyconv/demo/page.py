@@ -1,4 +1,4 @@
-"""The demo's output: a page of 100 columns, and the list of what failed."""
+"""The demo's output: a page of 100 columns, and the list of failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Page:
-    """Prints; remembers failures."""
+    """Prints text and collects failures."""
 
     def __init__(self) -> None:
         self.checks = 0
@@ -30,11 +30,11 @@ class Page:
         self.line(textwrap.fill(" ".join(text.split()), WIDTH) + "\n")
 
     def code(self, source: str) -> None:
-        """The few lines that run, as one would type them."""
+        """Print the lines that run, as a user would type them."""
         self.line(textwrap.indent(textwrap.dedent(source).strip("\n"), "    >>> ") + "\n")
 
     def verbatim(self, text: str) -> None:
-        """A plan: indented, long lines continued two columns deeper than they began."""
+        """Print a plan indented; a continued line is indented four columns deeper than its beginning."""
         for line in text.splitlines():
             indent = "    " + " " * (len(line) - len(line.lstrip()))
             parts = textwrap.wrap(
@@ -44,7 +44,7 @@ class Page:
         self.line()
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column to the left, the others to the right."""
+        """Print a table: the first column is left-aligned, the others are right-aligned."""
         widths = [max(map(len, column)) for column in zip(header, *rows)]
         for row in (header, *rows):
             first, *others = (
@@ -56,7 +56,7 @@ class Page:
         self.line()
 
     def check(self, what: str, error: float, allowed: float) -> None:
-        """Count one check; a failure is printed at once."""
+        """Count one check, and print a failure immediately."""
         self.checks += 1
         if not error <= allowed:  # a NaN fails too
             self.failure(f"{what}: error {error:.2g}, allowed {allowed:.2g}")
@@ -66,7 +66,7 @@ class Page:
         self.line(f"    FAILED  {text}\n")
 
     def progress(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """`items`, with a bar on the terminal while they are worked through."""
+        """Yield `items`, with a progress bar on the terminal."""
         if not sys.stderr.isatty():
             yield from items
             return

@@ -1,4 +1,4 @@
-"""Part 3: a photograph through a bank of complex Gabor filters, merged into a picture of orientations."""
+"""Part 3: a photograph filtered by a bank of complex Gabor filters, merged into a picture of orientations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORIENTATIONS, KERNEL = 12, 15
 WAVELENGTHS = (4.0, 7.0)
 PICTURE = "cupyconv-demo.png"
 ROUNDS = 3
-#: Pixels at which the response is summed by hand.
+#: Pixels at which the response is checked by an explicit sum.
 CHECKED = 16
 
 
@@ -62,7 +62,7 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
 
 
 def photograph() -> np.ndarray | None:
-    """Grace Hopper's portrait, which comes with matplotlib: (height, width, 3) in 0 ... 255."""
+    """Return Grace Hopper's portrait, which matplotlib includes: (height, width, 3) in 0 ... 255."""
     try:
         from matplotlib.cbook import get_sample_data
         from matplotlib.image import imread
@@ -73,7 +73,7 @@ def photograph() -> np.ndarray | None:
 
 
 def gabor_bank(wavelength: float) -> np.ndarray:
-    """Complex filters (ORIENTATIONS, 1, KERNEL, KERNEL) without response to an even brightness."""
+    """Return complex filters (ORIENTATIONS, 1, KERNEL, KERNEL) with no response to constant brightness."""
     reach = KERNEL // 2
     y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     angle = np.pi * np.arange(ORIENTATIONS)[:, None, None] / ORIENTATIONS
@@ -84,7 +84,7 @@ def gabor_bank(wavelength: float) -> np.ndarray:
 
 
 def orientation_colours() -> np.ndarray:
-    """The merge's weight (3, 2 * ORIENTATIONS + 1): a colour of the wheel for each orientation, a little grey."""
+    """Return the merge's weight (3, 2 * ORIENTATIONS + 1): a hue per orientation, and a little grey."""
     wheel = np.array([colorsys.hsv_to_rgb(i / ORIENTATIONS, 1, 1) for i in range(ORIENTATIONS)]).T
     opponent = 2.5 * (wheel - 0.75 * wheel.mean())
     return np.concatenate([1.5 * opponent, opponent, np.full((3, 1), 0.15)], axis=1).astype(np.float32)
@@ -99,14 +99,14 @@ def _picture(grey: Any, bank: Any, colours: Any) -> Any:
 
 
 def _responses(grey: np.ndarray, bank: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The filters' responses at some pixels, each a sum over its own window, in complex128."""
+    """Return the filters' responses at some pixels, each a sum over its own window, in complex128."""
     padded = np.pad(grey.astype(np.float64), KERNEL // 2, mode="reflect")
     windows = np.stack([padded[i : i + KERNEL, j : j + KERNEL] for i, j in at])
     return np.einsum("oij,pij->po", bank[:, 0].astype(complex), windows)
 
 
 def _written(picture: np.ndarray, directory: Path) -> str:
-    """Write the picture; where it is, or why it is nowhere."""
+    """Write the picture; return where it is, or why it could not be written."""
     from matplotlib.image import imsave
 
     path = (directory / PICTURE).resolve()

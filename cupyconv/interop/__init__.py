@@ -1,1 +1,1 @@
-"""Operations for other frameworks, in modules that their users import: ``interop.torch``, ``.jax``, ``.dask``, ``.onnx``."""
+"""Operations for other frameworks, one module per framework: ``interop.torch``, ``.jax``, ``.dask`` and ``.onnx``."""

@@ -1,19 +1,22 @@
-"""`conv`, `linmerge`, `conv_transpose` and `max_pool` of Dask arrays, chunk by chunk: for data larger than memory.
+"""`conv`, `linmerge`, `conv_transpose` and `max_pool` of Dask arrays, chunk by chunk, for data larger than memory.
 
-A result is lazy, and one task computes a chunk of it, by the function of the same name on what the chunk needs::
+A result is lazy.  One task computes each chunk of it: the function of the same name runs on the elements the chunk
+needs::
 
-    chunks of x    |........|........|........|        a chunk of the result reads its own chunk of x
-    one of y             ===|========|==               and a halo: the rows next to it, cut from its neighbours
+    chunks of x      |........|........|........|      a chunk of the result reads its own chunk of x
+    chunk of result        ===|========|==             and a halo, cut from the neighboring chunks
 
-Where the chunks are views of one NumPy array, as those of `dask.array.from_array` are, so is the chunk with its halo.
+If the chunks are views of one NumPy array, as after `dask.array.from_array`, a chunk with its halo is a view too.
 
-Along each axis the geometry of the whole call says what a chunk of the result reads, to the element: stride and dilation go
-on across borders of chunks, padding is at the ends of the whole image alone, and no chunk overlaps another.  Where a
-halo is thin, one more task for each chunk of x copies what its neighbours need, so that they hold that and not the chunk.
+The geometry of the whole call determines which elements each chunk reads, along every axis.  Stride and dilation
+continue across chunk borders, only the ends of the whole image are padded, and result chunks do not overlap.  If a halo
+is thin, an extra task per chunk of x copies the elements that neighbors need, so that they do not hold the chunk in
+memory.
 
-Chunks are NumPy's or CuPy's arrays.  Settings (`cupyconv.options`) are those in force where the function is called, not where
-the result is computed.  Dask's workers are the threads: within a task a call on NumPy takes one thread, and BLAS too,
-unless ``options(threads=...)`` said more.  From a Zarr volume to another, of which memory holds some chunks at a time::
+Chunks are NumPy or CuPy arrays.  The settings (`cupyconv.options`) are those in force when the function is called, not
+when the result is computed.  Dask's workers provide the threads: within a task, a call on NumPy uses one thread, and so
+does BLAS, unless ``options(threads=...)`` requests more.  This example streams one Zarr volume to another and holds
+only some chunks in memory at a time::
 
     import dask.array
     from cupyconv.interop.dask import conv
@@ -21,14 +24,14 @@ unless ``options(threads=...)`` said more.  From a Zarr volume to another, of wh
     volume = dask.array.from_zarr("volume.zarr")  # (C, depth, height, width), in chunks of 64 or more along each axis
     conv(volume, weight, padding="same", activation="relu").to_zarr("result.zarr")
 
-A result that fits into memory is computed in one array, `out` or a new one: no chunk is copied to join it to others::
+A result that fits into memory is computed directly into one array, `out` or a new one, so no chunks are concatenated::
 
     conv(volume, weight, padding="same", out=result).compute()
 
-Where all that it reads is in memory too, in NumPy's arrays, ``compute()`` is the call on these, by as many threads as Dask has
-workers.  Who watches tasks, as a progress bar does, sees one for each chunk.
+If all inputs are NumPy arrays in memory as well, ``compute()`` is one call on them with as many threads as Dask has
+workers.  If Dask callbacks such as a progress bar are active, the result is computed by one task per chunk instead.
 
-`vjp`, `conv_chain` and recurrent layers are not here: `dask.array.map_blocks` does what needs no halo.
+`vjp`, `conv_chain` and recurrent layers are not included.  Use `dask.array.map_blocks` for operations without a halo.
 """
 
 from __future__ import annotations
@@ -63,41 +66,44 @@ def conv(
     method: str = "auto",
     out: Array | None = None,
 ) -> da.Array:
-    """`cupyconv.conv` of Dask arrays, lazily.
+    """Lazily compute `cupyconv.conv` of Dask arrays.
 
     Parameters
     ----------
     x : dask.array.Array or sequence of them
-        As of `cupyconv.conv`, chunked along any axes.  The arrays of a sequence may be chunked each in its own way; they
-        are not rechunked, and those of a task are merged without a concatenation, chunks of channels too.
+        See `cupyconv.conv`.  Any axes may be chunked.  The arrays of a sequence may have different chunks: they are not
+        rechunked, and a task merges its chunks without concatenating them, chunks of channels included.
     weight, bias, stride, padding, padding_mode, dilation, groups, activation, prologue, method
-        As of `cupyconv.conv`: arrays in memory, of the library of x's chunks.  They are copied.
+        See `cupyconv.conv`.  Arrays must be in memory and belong to the library of x's chunks.  They are copied.
     residual : dask.array.Array, optional
-        Of the result's shape, chunked in any way.
+        Has the result's shape and any chunks.
     out : array, optional
-        As of `cupyconv.conv`, an array in memory: chunks are written into it when they are computed, by threads of this
-        process.  No chunk of an argument may be in its memory, or be computed from it, but those of `residual` may be exactly it.
+        An array in memory, see `cupyconv.conv`.  Threads of this process write chunks into it when they are computed.
+        No chunk of an argument may share its memory or be computed from it, except that `residual` may be exactly
+        `out`.
 
     Returns
     -------
     dask.array.Array
-        Chunked as x is, or the first of the sequence: chunks of the result are as large as those of x divided by the
-        stride.  It has one chunk of channels, or with groups one for each chunk of x's channels that ends with a group.
-        With `out` its chunks are views of that, and ``compute()`` returns `out` itself.
+        Chunked like x, or like the first array of the sequence: chunks have the size of x's chunks divided by the
+        stride.  There is one chunk of channels; with `groups`, one per chunk of x's channels that ends at a group
+        boundary.  With `out`, the chunks are views of `out`, and ``compute()`` returns `out` itself.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyconv.conv`, at once and not when the result is computed; TypeError where x or residual is not a Dask
-        array, or another argument is one; ValueError for chunks of unknown size.  When it is computed, TypeError for `out`
-        beside workers that are other processes, and ValueError where it shares memory with a chunk of an argument, and for a
-        chunk whose shape, or whose wider dtype, is not what its Dask array says.
+        See `cupyconv.conv`; raised by this call, not when the result is computed.  TypeError also if x or residual is
+        not a Dask array, or if another argument is one.  ValueError also for chunks of unknown size.
+
+        Computing the result raises TypeError if `out` is given and the workers are other processes.  It raises
+        ValueError if `out` shares memory with a chunk of an argument, or if a chunk has another shape or a wider dtype
+        than its Dask array declares.
 
     Notes
     -----
-    Sums are those of the call in memory up to rounding, because blocks of another size may be computed by another method.
-    A chunk with less than 64 elements along an axis spends more time on its halo, and on Dask, than it need; a kernel may
-    reach over several chunks.
+    The result equals that of the call in memory up to rounding, because blocks of another size may use another method.
+    Chunks of less than 64 elements along an axis spend unnecessary time on halos and on Dask's scheduling.  A kernel
+    may span several chunks.
 
     Examples
     --------
@@ -126,24 +132,24 @@ def linmerge(
     method: str = "auto",
     out: Array | None = None,
 ) -> da.Array:
-    """`cupyconv.linmerge` of Dask arrays, lazily.
+    """Lazily compute `cupyconv.linmerge` of Dask arrays.
 
     Parameters
     ----------
     xs : sequence of dask.array.Array, or one
-        As of `cupyconv.linmerge`, each chunked in its own way, as for `conv`.
+        See `cupyconv.linmerge`.  The arrays may have different chunks, as for `conv`.
     weight, bias, activation, residual, prologue, method, out
-        As for `conv`.
+        See `conv`.
 
     Returns
     -------
     dask.array.Array
-        As of `conv`.
+        See `conv`.
 
     Raises
     ------
     TypeError, ValueError
-        As `conv`.
+        See `conv`.
 
     Examples
     --------
@@ -171,26 +177,26 @@ def conv_transpose(
     method: str = "auto",
     out: Array | None = None,
 ) -> da.Array:
-    """`cupyconv.conv_transpose` of Dask arrays, lazily.
+    """Lazily compute `cupyconv.conv_transpose` of Dask arrays.
 
     Parameters
     ----------
     x : dask.array.Array or sequence of them
-        As for `conv`.
+        See `conv`.
     weight, bias, stride, padding, output_padding, output_shape, dilation, groups, activation, method
-        As of `cupyconv.conv_transpose`: arrays in memory, of the library of x's chunks.
+        See `cupyconv.conv_transpose`.  Arrays must be in memory and belong to the library of x's chunks.
     out : array, optional
-        As for `conv`.
+        See `conv`.
 
     Returns
     -------
     dask.array.Array
-        As of `conv`; chunks of the result are `stride` times as large as those of x.
+        See `conv`.  Chunks of the result are `stride` times as large as those of x.
 
     Raises
     ------
     TypeError, ValueError
-        As `conv`.
+        See `conv`.
 
     Examples
     --------
@@ -213,26 +219,26 @@ def max_pool(
     ceil_mode: bool = False,
     out: Array | Sequence[Array] | None = None,
 ) -> ArrayOrList:
-    """`cupyconv.max_pool` of Dask arrays, lazily.
+    """Lazily compute `cupyconv.max_pool` of Dask arrays.
 
     Parameters
     ----------
     x : dask.array.Array or sequence of them
-        As of `cupyconv.max_pool`, each chunked in its own way.
+        See `cupyconv.max_pool`.  The arrays may have different chunks.
     kernel_shape, stride, padding, dilation, ceil_mode
-        As of `cupyconv.max_pool`.
+        See `cupyconv.max_pool`.
     out : array or sequence of arrays, optional
-        As for `conv`; a sequence where `x` is one.
+        See `conv`.  Must be a sequence if `x` is one.
 
     Returns
     -------
-    dask.array.Array, or list of them where `x` is a sequence
-        Each chunked as its own image is: chunks are as large as those of x divided by the stride.
+    dask.array.Array, or list of them if `x` is a sequence
+        Each result is chunked like its own image: chunks have the size of x's chunks divided by the stride.
 
     Raises
     ------
     TypeError, ValueError
-        As `conv`.
+        See `conv`.
 
     Examples
     --------
@@ -245,11 +251,11 @@ def max_pool(
     return _lazy(cupyconv.max_pool, "x", locals())
 
 
-# --- a call, checked ------------------------------------------------------------------------------------------
+# --- argument checks ------------------------------------------------------------------------------------------
 
 
 def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> Any:
-    """The function's result; `arguments` are all by name, `images` is the name of the first."""
+    """Return the function's lazy result.  `arguments` maps names to values; `images` is the name of the first one."""
     given = arguments.pop(images)
     residual = arguments.pop("residual", None)
     listed = isinstance(given, (list, tuple))
@@ -262,7 +268,7 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
     if arguments.get("method", "auto") != "auto" and isinstance(xs[0]._meta, np.ndarray):
         checked.plan()  # refuses a method that does not apply
     out = arguments.pop("out")
-    arguments = deepcopy(arguments)  # what is written into a weight later is not what will be computed with
+    arguments = deepcopy(arguments)  # later writes to a weight do not affect the result
     if function is cupyconv.max_pool:
         outs = out if listed and out is not None else [out] * len(xs)
         results = [Tasks(function, checked, i, [x], None, arguments, outs[i]).array() for i, x in enumerate(xs)]
@@ -271,7 +277,7 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
 
 
 def _dask_array(name: str, x: Any) -> Any:
-    """The argument, which must be a Dask array of known chunks."""
+    """Return the argument, which must be a Dask array with known chunk sizes."""
     if not isinstance(x, da.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(
@@ -284,20 +290,20 @@ def _dask_array(name: str, x: Any) -> Any:
 
 
 def _library(array: Any) -> str | None:
-    """Which library an array in memory is of; None of what is no array that we know."""
+    """Return the library of an array in memory: "numpy", "cupy", or None for anything else."""
     known = "numpy" if isinstance(array, np.ndarray) else type(array).__module__.partition(".")[0]
     return known if known in ("numpy", "cupy") and hasattr(array, "shape") else None
 
 
 def _stand_in(array: Any) -> Any:
-    """An array of the same shape and dtype without elements of its own; anything else as it is, for the check."""
+    """Return an array of the same shape and dtype that needs no memory of its own, or any other value unchanged."""
     if isinstance(array, da.Array) or _library(array):
         return np.broadcast_to(np.zeros((), array.dtype), array.shape)
     return array
 
 
 def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, Any]:
-    """The arguments that must be in memory, where chunks of x are, with stand-ins for their arrays."""
+    """Return the arguments, with stand-ins for arrays, which must be in memory and of the library of x's chunks."""
     library = None if x is None else _library(x._meta)
 
     def checked(name: str, value: Any) -> Any:
@@ -309,7 +315,7 @@ def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, An
             raise TypeError(
                 f"{name} is an array of {_library(value)}, chunks of x are {library}'s: both must be of one"
             )
-        if name.startswith("out") and _library(value):  # must be one that can be written to
+        if name.startswith("out") and _library(value):  # a stand-in is read-only, and the check needs a writable array
             return value if isinstance(value, np.ndarray) else np.empty(value.shape, value.dtype)
         return _stand_in(value)
 

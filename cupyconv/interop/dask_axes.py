@@ -1,9 +1,9 @@
-"""What a chunk of the result reads along each axis, to the element: of a convolution, a transposed one, and pooling.
+"""Which elements a chunk of the result reads along each axis, for convolution, transposed convolution and pooling.
 
 ::
 
-    axis of x       |   . . . . . . . .   |       `need` of a part of the result: the elements of x that a call on it takes,
-    of the result         [ - - - ]               and what that call pads; `cut` into parts: where chunks of x end
+    axis of x       |   . . . . . . . .   |       `need` of a part of the result: the elements of x that its call reads,
+    axis of result        [ - - - ]               and its padding; `cut` splits the axis at x's chunk borders
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range = tuple[int, int]  # first, and one past the last
 
 @dataclass(frozen=True)
 class Need:
-    """What a call on one block takes along an axis: elements of x, and what it pads and adds."""
+    """The elements of x that a call on one block reads along an axis, and the padding of that call."""
 
     first: int
     stop: int
@@ -35,9 +35,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of x, of `size` elements, and of the result, of `out`: the windows of a convolution or of pooling.
+    """An axis with `size` elements in x and `out` elements in the result, for convolution or pooling windows.
 
-    Element p of the result reads `span` elements of x from ``p * stride - before`` on.
+    Element p of the result reads `span` elements of x, starting at ``p * stride - before``.
     """
 
     size: int
@@ -48,12 +48,12 @@ class Axis:
     mode: str = "constant"
 
     def cut(self, borders: Sequence[int]) -> list[Range]:
-        """The chunks of the result for these borders of chunks of x: windows go by their middle."""
+        """Return the chunks of the result for these chunk borders of x: a window is in the chunk with its center."""
         left_over = self.size - (self.out - 1) * self.stride - 1
         return _ranges(self.out, [-((left_over // 2 - border) // self.stride) for border in borders])
 
     def need(self, first: int, stop: int) -> Need:
-        """What this range of the result needs.  Zeros are padded by the call, other elements are read where they are."""
+        """Return what this range of the result needs.  The call pads zeros; other padded elements are read from x."""
         begin = first * self.stride - self.before
         end = max(begin, (stop - 1) * self.stride - self.before + self.span)
         if self.mode != "constant":
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class StampedAxis(Axis):
-    """The same of a transposed convolution: element p of x is stamped on `span` elements of the result."""
+    """The axis of a transposed convolution: element p of x is stamped on `span` elements of the result."""
 
     dilation: int = 1
 
@@ -75,10 +75,10 @@ class StampedAxis(Axis):
         return _ranges(self.out, [border * self.stride + left_over // 2 for border in borders])
 
     def need(self, first: int, stop: int) -> Need:
-        """The stamps that reach into this range.  What they cover before it is cut off, what they do not cover is added."""
+        """Return the stamps that reach into this range.  Elements before it are cut off, uncovered ones are added."""
         earliest = -((self.span - 1 - first - self.before) // self.stride)
-        begin = max(0, min(earliest, (first + self.before) // self.stride))  # not past `first`, where stamps leave gaps
-        end = (stop - 1 + self.before) // self.stride + 1  # zeros where that is past the last
+        begin = max(0, min(earliest, (first + self.before) // self.stride))  # not past `first` if stamps leave gaps
+        end = (stop - 1 + self.before) // self.stride + 1  # zeros past the last element
         if begin < self.size < end and self._added(first, stop, begin, self.size) < max(self.stride, self.dilation):
             end = self.size
         covered = (end - 1 - begin) * self.stride + self.span
@@ -86,18 +86,18 @@ class StampedAxis(Axis):
         return Need(begin, end, (cut, covered + added - cut - (stop - first)), added)
 
     def _added(self, first: int, stop: int, begin: int, end: int) -> int:
-        """How many elements of the result are past what these stamps cover."""
+        """Return how many elements of the result are past the last of these stamps."""
         return max(0, stop + self.before - (end - 1) * self.stride - self.span)
 
 
 @dataclass(frozen=True)
 class ChannelAxis(Axis):
-    """The channels of all x, merged, and of the result: a group of these needs a group of those."""
+    """The channels of all x, merged, and those of the result: a group of outputs needs one group of inputs."""
 
     groups: int = 1
 
     def cut(self, borders: Sequence[int]) -> list[Range]:
-        """Where a chunk of x ends with a group: that may be nowhere, and is nowhere if there is one group."""
+        """Cut where a chunk of x ends at a group boundary.  With one group there is no cut."""
         size = self.size // self.groups
         ends = [border // size for border in borders if self.groups > 1 and size and border % size == 0]
         return _ranges(self.out, [end * (self.out // self.groups) for end in ends])
@@ -109,17 +109,17 @@ class ChannelAxis(Axis):
         return Need(first // outputs * size, stop // outputs * size)
 
     def groups_in(self, part: Range) -> int:
-        """How many groups make this part of the result."""
+        """Return how many groups this part of the result has."""
         return (part[1] - part[0]) // (self.out // self.groups)
 
 
 def _ranges(size: int, points: Sequence[int]) -> list[Range]:
-    """The parts of an axis between these points, those outside left out; one empty part of an empty axis."""
+    """Return the parts of an axis between the points inside it.  An empty axis has one empty part."""
     return [*pairwise(sorted({0, size, *(point for point in points if 0 < point < size)}))] or [(0, 0)]
 
 
 def axes_of(function: Callable[..., Any], checked: CheckedCall, which: int, xs: Sequence[da.Array]) -> list[Any]:
-    """The axes of the images and of the result number `which` of a checked call."""
+    """Return the axes of the images and of result number `which` of a checked call."""
     problem, channel = checked.problem, int(checked.axes.batched)
     channels = sum(x.shape[channel] for x in xs)
     out_channels = checked.results[which].shape[channel]
@@ -128,7 +128,7 @@ def axes_of(function: Callable[..., Any], checked: CheckedCall, which: int, xs: 
     else:
         assert isinstance(problem, ProductsProblem)
         windows, groups = problem.geometry, problem.geometry.groups
-    if function is cupyconv.linmerge:  # its geometry has at most three spatial axes
+    if function is cupyconv.linmerge:  # its geometry has at most three spatial axes, x may have more
         spatial: list[Axis] = [Axis(n, n) for n in xs[0].shape[2:]]
     else:
         triples = windows.size, windows.out_size, windows.stride, windows.span, windows.before, windows.dilation

@@ -1,11 +1,11 @@
-"""Where the elements that a task needs lie in chunks, and how they become one block.
+"""Where the elements that a task needs are stored in chunks, and how they become one block.
 
 ::
 
     chunks          |........|........|........|
-    a block              [---|--------|--]        a piece of each: whole chunks, or what a task of their own cuts from them
+    a block              [---|--------|--]        a piece per chunk: the whole chunk, or a part that another task cut
 
-Where all pieces lie in one NumPy array as they would in the block, the block is a view of it.
+If all pieces are stored in one NumPy array in the positions they have in the block, the block is a view of that array.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from cupyconv.numpy.windows import axis_segments
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of one chunk along an axis, and where in a block they go; one that is repeated fills a stretch."""
+    """A run of elements of one chunk along an axis, and its place in a block.  One element may fill a longer place."""
 
     chunk: int
     elements: slice
-    count: int  # how many these are
+    count: int  # number of elements read
     at: slice
 
 
 def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run]:
-    """The runs of an axis of `size` elements that make the range; what is past its ends is as the mode has it."""
+    """Return the runs that form a range of an axis of `size` elements.  `mode` defines the elements past its ends."""
     runs = []
     for at, elements in axis_segments(range(*need), size, 1, 0, mode):
         if elements is None:
@@ -61,7 +61,7 @@ def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run
 
 
 def _progressions(elements: slice | np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """First, step and count of stretches whose elements go up by one, or down, or are one that is repeated."""
+    """Yield first, step and count of stretches in which indices go up by one, down by one, or repeat."""
     if isinstance(elements, slice):
         yield elements.start, 1, elements.stop - elements.start
         return
@@ -78,9 +78,9 @@ def _progressions(elements: slice | np.ndarray) -> Iterator[tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of an image, made of chunks: those of all combinations of its axes' runs, in C order.
+    """A part of an image, assembled from pieces of chunks: one per combination of the axes' runs, in C order.
 
-    `cut` has for each the number of the piece that a task has cut from the chunk already; None where the chunk comes whole.
+    `cut` has, per piece, its number among the pieces that a `Cut` task returns, or None if the chunk arrives whole.
     """
 
     image: int
@@ -89,7 +89,7 @@ class Block:
     cut: tuple[int | None, ...]
 
     def of(self, chunks: Iterator[Any], like: Any) -> Any:
-        """The block: a view where it is one piece, or lies in one array, else a copy of the pieces; zeros where there are none."""
+        """Return the block: a view if it is one piece or part of one array, else a copy.  Missing parts are zero."""
         pieces = []
         for runs, number in zip(product(*self.axes), self.cut):
             chunk = next(chunks)
@@ -112,7 +112,7 @@ class Block:
 def _in_one_array(
     shape: tuple[int, ...], pieces: Sequence[np.ndarray], axes: Sequence[Sequence[tuple[int, int]]]
 ) -> np.ndarray | None:
-    """What is made of pieces, where they lie in one array as they would in it; of each axis, where its pieces begin and end."""
+    """Return a view of all pieces if one array stores them in order, else None.  `axes` has piece bounds per axis."""
     if not pieces:
         return None
     strides, whole, origin = pieces[0].strides, _owner(pieces[0]), _address(pieces[0])
@@ -130,7 +130,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _check(piece: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Refuse what a copy would lose without a word, or spread: masks, units, imaginary parts, an axis of length one."""
+    """Refuse chunks that a copy silently alters: masks, units, imaginary parts, a broadcast axis of length one."""
     backend_for({"a chunk": piece})
     if piece.shape != shape or not np.can_cast(piece.dtype, dtype):
         raise ValueError(
@@ -140,7 +140,7 @@ def _check(piece: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
 
 
 def _owner(array: np.ndarray) -> Any:
-    """What has the memory of an array: another one, or a file's map."""
+    """Return the owner of an array's memory: another array, or the memory map of a file."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -149,7 +149,7 @@ def _owner(array: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """The task that takes from a chunk what its neighbours need of it: copies, so that they do not hold the chunk."""
+    """The task that cuts from a chunk what its neighbors need.  Copies do not keep the chunk in memory."""
 
     chunk: tuple[Any, ...]
     pieces: list[tuple[slice, ...]] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Cut:
 
 
 def _is_part(chunk: Any) -> bool:
-    """Whether a chunk is a view of an array, in memory or in a file, that has other chunks too: that one is there anyway."""
+    """Return whether a chunk is a view of a larger array, in memory or in a file, which stays in memory anyway."""
     owner = _owner(chunk) if isinstance(chunk, np.ndarray) else None
     if isinstance(owner, (np.ndarray, mmap)):
         return (owner.nbytes if isinstance(owner, np.ndarray) else len(owner)) >= 2 * chunk.nbytes
@@ -168,12 +168,12 @@ def _is_part(chunk: Any) -> bool:
 
 
 def borders_of(sizes: Sequence[int]) -> list[int]:
-    """Where chunks of these sizes end, and 0."""
+    """Return 0 and the positions where chunks of these sizes end."""
     return [0, *accumulate(sizes)]
 
 
 def chunks_in_memory(x: da.Array) -> dict[Any, np.ndarray] | None:
-    """The chunks of x by their keys, where they are NumPy's, of its dtype, and there already: not what a task will compute."""
+    """Return the chunks of x by key if all are in memory as NumPy arrays of its dtype, else None."""
     layer = x.dask.layers.get(x.name)
     if not isinstance(layer, MaterializedLayer):
         return None
@@ -184,7 +184,7 @@ def chunks_in_memory(x: da.Array) -> dict[Any, np.ndarray] | None:
 
 
 def in_one_array(x: da.Array) -> np.ndarray | None:
-    """All of x, where its chunks are in memory and lie in one NumPy array as they do in x: `from_array` makes such."""
+    """Return all of x if its chunks are stored in order in one NumPy array, as `from_array` makes them, else None."""
     chunks = chunks_in_memory(x)
     if chunks is None:
         return None
@@ -192,7 +192,7 @@ def in_one_array(x: da.Array) -> np.ndarray | None:
 
 
 class Image:
-    """A Dask array that a graph reads: where its chunks end, and what is cut from them in the layer `halo`, if it has one."""
+    """A Dask array that a graph reads: its chunk borders, and the pieces that tasks of the layer `halo` cut from it."""
 
     def __init__(self, number: int, x: da.Array, halo: str | None) -> None:
         self.number, self.x = number, x
@@ -202,14 +202,14 @@ class Image:
         self._known: dict[Any, list[Run]] = {}
 
     def runs(self, axis: int, need: Range, mode: str = "constant") -> list[Run]:
-        """Where the elements of an axis lie that are needed: worked out once for all chunks of the result beside each other."""
+        """Return the runs of the elements needed along an axis, cached for all result chunks with the same need."""
         key = axis, need
         if key not in self._known:
             self._known[key] = _runs(need, self.x.shape[axis], mode, self._borders[axis])
         return self._known[key]
 
     def block(self, shape: Sequence[int], axes: Sequence[Sequence[Run]]) -> tuple[Block, list[Any]]:
-        """A block, and the keys of what it is made of.  In a layer of halos pieces of less than half a chunk are cut from it."""
+        """Return a block and the keys of its sources.  With a halo layer, pieces below half a chunk are cut there."""
         numbers: list[int | None] = []
         keys: list[Any] = []
         for runs in product(*axes):

@@ -1,4 +1,4 @@
-"""A result in one array: tasks write their chunks where these lie in it, and nobody joins chunks afterwards.
+"""A result in one array: each task writes its chunk into its place, and no chunks are concatenated afterwards.
 
 ::
 
@@ -20,15 +20,16 @@ from cupyconv.interop.dask_workers import scheduler_here
 
 
 class Out:
-    """The array, in the graph of a result.  It is not sent to another process: what is written there would be lost."""
+    """The output array in the graph of a result.  It is never sent to another process, where writes would be lost."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
     def part(self, region: tuple[slice, ...], images: Sequence[Any], residual: Any) -> Any:
-        """Where a chunk is written.  Other tasks write beside it: nothing that this one reads may be there.
+        """Return the view that a chunk is written to.  Nothing that its task reads may share memory with `out`.
 
-        A residual may be what is written, and that alone: it is read element by element, just before.
+        Other tasks write to `out` at the same time.  The residual may be exactly the view: it is read element by
+        element, just before each write.
         """
         part = self.array[region]
         read = {f"chunks of x ({i})": image for i, image in enumerate(images)}
@@ -54,10 +55,10 @@ def _are_the_same(a: Any, b: Any) -> bool:
 
 
 class LazyArray(da.Array):
-    """A result that knows its tasks, and its `Out` if it has one.  What is made of it is an ordinary Dask array.
+    """A result that knows its tasks, and its `Out` if it has one.  Arrays derived from it are ordinary Dask arrays.
 
-    With an `Out` its chunks are views of that, and all of it computed is that array.  Without one it is computed whole into
-    one array where it can be: else one thread joins copies of all chunks.
+    With an `Out` its chunks are views of `out`, and computing it returns `out`.  Without one it is computed into one
+    new array if possible; otherwise Dask joins copies of all chunks in one thread.
     """
 
     _tasks: Any
@@ -72,11 +73,11 @@ class LazyArray(da.Array):
 
     @property
     def _is_unchanged(self) -> bool:
-        """Dask allows to assign to an array, which then has another name."""
+        """Whether this is still the original array: Dask allows assignment to an array, which changes its name."""
         return self.name == self._given_name
 
     def compute(self, **kwargs: Any) -> Any:
-        """As that of any Dask array."""
+        """Compute the array, see `dask.array.Array.compute`."""
         here = scheduler_here(self, kwargs)
         if here is None or not self._is_unchanged or type(self._meta) is not np.ndarray:
             return super().compute(**kwargs)
@@ -99,7 +100,7 @@ class LazyArray(da.Array):
         return _whole, (self._out,)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """What is computed itself, or where NumPy wants a copy one: it makes none of what is returned here."""
+        """Return the computed array itself, or a copy if NumPy asks for one: NumPy does not copy the returned array."""
         return np.array(self.compute(), dtype, copy=copy)
 
 

@@ -1,14 +1,14 @@
-"""A result of Dask arrays as tasks: one for each of its chunks, or one call in the place of all.
+"""A result of Dask arrays as tasks: one task per chunk, or one call in place of all tasks.
 
 ::
 
-    chunks of x     |........|........|........|     what a chunk of the result reads: chunks of x, whole or cut (`dask_chunks`)
-                       \\      / \\      / \
-    tasks            [  0  ]  [  1  ]  [  2  ]       each is a call of the library on a block
+    chunks of x     |........|........|........|     a result chunk's sources: chunks of x, whole or cut (`dask_chunks`)
+                       \\      / \\      / \\
+    tasks            [  0  ]  [  1  ]  [  2  ]       each task is a library call on a block
                         |        |        |
-    result          |........|........|........|     chunks of their own, or parts of one array (`dask_out`)
+    result          |........|........|........|     separate chunks, or parts of one array (`dask_out`)
 
-Tasks are made when somebody asks for them: a result that is computed at once needs none.
+Tasks are created on demand: a result that one call computes needs none.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from cupyconv.interop.dask_chunks import Block, Cut, Image, borders_of, chunks_i
 from cupyconv.interop.dask_out import LazyArray, Out
 from cupyconv.interop.dask_workers import in_threads_of
 
-#: Arguments that say which elements are read: of each block its own.
+#: Arguments that determine which elements are read: each block has its own values.
 _GEOMETRY = ("padding", "padding_mode", "output_padding", "output_shape", "ceil_mode")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What all tasks of a graph have in common."""
+    """The part that all tasks of a graph share."""
 
     function: Callable[..., Any]
-    keywords: dict[str, Any]  # arrays in memory among them
+    keywords: dict[str, Any]  # including arrays in memory
     settings: Settings
     likes: tuple[Any, ...]  # an empty array of each image's library and dtype, the residual's at the end
-    out: Out | None = None  # where all of the result is written
+    out: Out | None = None  # the array for the whole result
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class _Part:
     blocks: tuple[Block, ...]
     residual: Block | None
     keywords: dict[str, Any]
-    rows: dict[str, slice] | None  # the channels of arrays in memory, where the chunk has not all of them
-    region: tuple[slice, ...]  # where the chunk is in the result
+    rows: dict[str, slice] | None  # the channels of arrays in memory, if the chunk has only some
+    region: tuple[slice, ...]  # the chunk's place in the result
 
     def __call__(self, call: _Call, chunks: list[Any]) -> Any:
         if isinstance(call.likes[0], np.ndarray):
@@ -77,7 +77,7 @@ class _Part:
         return call.function(images if len(images) > 1 else images[0], **keywords)
 
     def _with_rows(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with those channels of their arrays that are needed here."""
+        """Return the arguments, with only the needed channels of their arrays."""
         assert self.rows is not None
         some = {name: keywords[name][self.rows[name]] for name in ("weight", "bias") if keywords.get(name) is not None}
         if keywords.get("prologue") is not None:
@@ -87,19 +87,19 @@ class _Part:
         return {**keywords, **some}
 
 
-#: Tasks by the numbers of their chunks, each with the keys of what it reads.
+#: Tasks by chunk numbers, each with the keys of its sources.
 _Parts = dict[tuple[int, ...], tuple[_Part, list[Any]]]
 
 
 class _Made(NamedTuple):
-    """The tasks of a result, and what they need cut."""
+    """The tasks of a result, and the pieces that are cut for them."""
 
     parts: _Parts
-    cuts: dict[Any, tuple[Cut, Any]]  # a little of a chunk, for tasks that read no more of it
+    cuts: dict[Any, tuple[Cut, Any]]  # small pieces of chunks, for tasks that need no more
 
 
 class _LazyLayer(Layer):
-    """A layer of a graph, whose tasks are made when somebody asks for them."""
+    """A graph layer that creates its tasks on demand."""
 
     def __init__(self, tasks: Callable[[], Mapping[Any, Any]]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _LazyLayer(Layer):
 
 
 class Tasks:
-    """A result, whose tasks are made when somebody asks for them."""
+    """A result that creates its tasks on demand."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Tasks:
         self._function, self._arguments, self._settings = function, arguments, current_settings()
         self._has_residual = residual is not None
         self._out = out
-        # What is written to `out` is like no other result: one that has been computed already has not written there.
+        # A result with `out` gets a unique name: a cached result of the same name would not have been written to `out`.
         known_by = function.__name__, xs, residual, arguments, self._settings
         self._token = tokenize(known_by) if out is None else uuid4().hex
         self._given = [*xs, *([] if residual is None else [residual])]
@@ -159,11 +159,11 @@ class Tasks:
         self._meta = np.empty_like(xs[0]._meta, shape=(0,) * len(borders), dtype=checked.results[which].dtype)
 
     def array(self) -> da.Array:
-        """The result, in chunks of their own or in `out`."""
+        """Return the result, in separate chunks or in `out`."""
         return self._array(self._token, self._out)
 
     def into(self, out: Any) -> da.Array:
-        """The result in this array."""
+        """Return the result, computed into this array."""
         return self._array(uuid4().hex, out)
 
     def _array(self, token: str, out: Any) -> da.Array:
@@ -186,9 +186,10 @@ class Tasks:
         return LazyArray.of(self, call.out, *arguments, meta=self._meta)
 
     def in_one_call(self, out: Any, workers: int) -> Any:
-        """The result of one call with so many threads; None where not all that it reads lies in arrays already.
+        """Return the result of one call with `workers` threads, or None if an input is not stored in one array.
 
-        It reads and writes whole arrays in order, of which chunks are short runs, and there is nothing to schedule.
+        One call reads and writes whole arrays in order, whereas chunks are short runs, and there is nothing to
+        schedule.
         """
         arrays = [in_one_array(x) for x in self._given]
         if any(array is None for array in arrays):
@@ -200,7 +201,7 @@ class Tasks:
         return in_threads_of(workers, self._settings, partial(self._function, x, **arguments))
 
     def tasks_in_memory(self, out: Any) -> dict[Any, Any] | None:
-        """Tasks that write the result into `out` and need no others, where all chunks that they read are in memory already."""
+        """Return independent tasks that write the result into `out`, or None if the inputs are not in memory."""
         chunks: dict[Any, Any] = {}
         for x in self._given:
             in_memory = chunks_in_memory(x)
@@ -222,7 +223,7 @@ class Tasks:
         return self._make(lends=True)
 
     def _make(self, lends: bool) -> _Made:
-        """All tasks; chunks lend others a little of them, cut by tasks of their own, or are read whole by all."""
+        """Create all tasks.  With `lends`, extra tasks cut small pieces of chunks; otherwise chunks are read whole."""
         function, axes, channel, merged = self._function, self._axes, self._channel, self._merged
         halo = f"halo-{self._token}" if lends else None
         images = [Image(number, x, halo) for number, x in enumerate(self._given)]
@@ -251,7 +252,7 @@ class Tasks:
 def _merged_blocks(
     images: Sequence[Image], merged: Sequence[int], axes: Sequence[Axis], need: Sequence[Need], channel: int
 ) -> tuple[tuple[Block, ...], list[Any]]:
-    """The blocks that are merged for a chunk of the result, one for each chunk of channels, and the keys of their chunks."""
+    """Return the blocks that a result chunk merges, one per chunk of channels, and the keys of their chunks."""
     blocks: list[Block] = []
     keys: list[Any] = []
     lengths = [each.stop - each.first for each in need]
@@ -276,7 +277,7 @@ def _merged_blocks(
 
 
 def _of_block(function: Callable[..., Any], need: Sequence[Need]) -> dict[str, Any]:
-    """What a call on one block is told of its geometry."""
+    """Return the geometry arguments of a call on one block."""
     if function is cupyconv.linmerge:
         return {}
     keywords: dict[str, Any] = {"padding": tuple(each.padding for each in need)}
@@ -286,6 +287,6 @@ def _of_block(function: Callable[..., Any], need: Sequence[Need]) -> dict[str, A
 
 
 def _rows(function: Callable[..., Any], of_x: slice, of_result: slice) -> dict[str, slice]:
-    """The channels that arrays in memory have, of a block with these channels of x and of the result."""
+    """Return, per argument, the channels that a block with these channels of x and of the result needs."""
     weight = of_x if function is cupyconv.conv_transpose else of_result
     return {"weight": weight, "bias": of_result, "prologue": of_x}

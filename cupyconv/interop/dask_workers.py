@@ -1,7 +1,7 @@
-"""Dask's workers as the threads of our calls: how many there are, who watches them, and calls that take as many.
+"""Dask's workers as the threads of library calls: their number, whether callbacks watch them, and calls that use them.
 
-A task is one of the workers: its call on NumPy has one thread, and BLAS too.  A call in the place of all tasks has
-as many threads as there are workers.
+A task runs in one worker: its call on NumPy uses one thread, and so does BLAS.  A call in place of all tasks uses as
+many threads as there are workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class SchedulerHere:
-    """A scheduler of Dask whose workers are threads of this process."""
+    """A Dask scheduler whose workers are threads of this process."""
 
     workers: int
     get: Callable[..., Any]
@@ -37,16 +37,16 @@ class SchedulerHere:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody sees tasks: a progress bar, or a profiler."""
+        """Whether something observes tasks, such as a progress bar or a profiler."""
         return bool(Callback.active) or not {"num_workers", "pool"}.issuperset(self.keywords)
 
     def run(self, tasks: dict[Any, Any]) -> None:
-        """Run tasks that nobody asks for results."""
+        """Run the tasks and discard their results."""
         self.get(tasks, [*tasks], **self.keywords)
 
 
 def scheduler_here(collection: Any, how: dict[str, Any]) -> SchedulerHere | None:
-    """What computes a collection, as the keywords of `compute` say; None where its workers are elsewhere, or Dask refuses them."""
+    """Return the scheduler for these `compute` keywords, or None if its workers are elsewhere or Dask refuses them."""
     keywords = {key: value for key, value in how.items() if key not in ("scheduler", "optimize_graph", "traverse")}
     if "get" in keywords:
         return None
@@ -58,19 +58,19 @@ def scheduler_here(collection: Any, how: dict[str, Any]) -> SchedulerHere | None
 
 
 def _threads(how: dict[str, Any]) -> int | None:
-    """How many threads Dask has; None where it has processes in their place, or no such number."""
+    """Return how many threads Dask uses, or None if it uses processes or the number is invalid."""
     pool = how.get("pool") or dask.config.get("pool", None)
     if pool is None:
         workers = how.get("num_workers") or dask.config.get("num_workers", None) or CPU_COUNT
         return workers if workers > 0 else None
-    # Pools show nobody how many workers they have, but Dask reads them so too.
+    # Thread pools have no public attribute for their number of workers.  Dask reads it the same way.
     if isinstance(pool, ThreadPoolExecutor):
         return pool._max_workers
     return vars(pool)["_processes"] if isinstance(pool, ThreadPool) else None
 
 
 def in_threads_of(workers: int, settings: Settings, call: Callable[[], _Result]) -> _Result:
-    """What a call on NumPy returns in so many threads; the settings may say more of each worker."""
+    """Return the result of a NumPy call in this many threads.  `settings.threads` sets the threads per worker."""
     if workers == 1 and settings.threads is None:
         return BLAS.hold_while(partial(_in_this_thread, settings._replace(threads=1), call))
     is_default = settings.threads is None and workers == BLAS.threads

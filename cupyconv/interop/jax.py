@@ -1,7 +1,7 @@
 """`conv` and `linmerge` as JAX functions that ``jax.grad`` differentiates and ``jax.jit`` traces.
 
-They are host callbacks: also inside `jax.jit` the NumPy backend computes them, without a copy where the arrays are on
-the CPU; arrays of a GPU are brought to the CPU and back.  Reverse mode works (`jax.grad`, `jax.vjp`), forward mode and
+They are host callbacks: the NumPy backend computes them, also inside `jax.jit`.  Arrays on the CPU are not copied;
+arrays on a GPU are transferred to the CPU and back.  Reverse mode works (`jax.grad`, `jax.vjp`), forward mode and
 second derivatives do not.  A training step, complete::
 
     import jax
@@ -43,27 +43,27 @@ def conv(
     residual: Any = None,
     method: str = "auto",
 ) -> jax.Array:
-    """`cupyconv.conv` of JAX arrays, differentiable in reverse in x, weight, bias and residual.
+    """`cupyconv.conv` of JAX arrays, differentiable in reverse mode with respect to x, weight, bias and residual.
 
     Parameters
     ----------
     x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
-        As of `cupyconv.conv`.
+        See `cupyconv.conv`.
 
     Returns
     -------
     jax.Array
-        Of the promoted dtype.
+        In the promoted dtype.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyconv.conv`.
+        See `cupyconv.conv`.
 
     Notes
     -----
-    Cotangents are JAX's: for complex arrays the transpose, not the Hermitian adjoint.  Nothing is kept of the
-    forward pass but the arguments; the backward pass runs it again.
+    Cotangents follow JAX's convention: for complex arrays they use the transpose, not the Hermitian adjoint.  The
+    forward pass saves nothing but the arguments; the backward pass runs it again.
 
     Examples
     --------
@@ -79,22 +79,22 @@ def conv(
 def linmerge(
     xs: Any, weight: Any, bias: Any = None, *, activation: Any = None, residual: Any = None, method: str = "auto"
 ) -> jax.Array:
-    """`cupyconv.linmerge` of JAX arrays, differentiable in reverse in xs, weight, bias and residual.
+    """`cupyconv.linmerge` of JAX arrays, differentiable in reverse mode with respect to xs, weight, bias and residual.
 
     Parameters
     ----------
     xs, weight, bias, activation, residual, method
-        As of `cupyconv.linmerge`.
+        See `cupyconv.linmerge`.
 
     Returns
     -------
     jax.Array
-        Of the promoted dtype.
+        In the promoted dtype.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyconv.linmerge`.
+        See `cupyconv.linmerge`.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def linmerge(
 
 
 def _called(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> jax.Array:
-    """The function's result; `arguments` are all by name, `images` is the name of the first."""
+    """Return the function's result.  `arguments` maps names to values; `images` is the name of the first one."""
     _, *others = _Arrays._fields
     arrays = _Arrays(arguments[images], *(arguments[name] for name in others))
     settings = {name: value for name, value in arguments.items() if name not in (images, *others)}
@@ -124,15 +124,15 @@ class _Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class _Settings:
-    """A function and those of its arguments that are no arrays; hashable as `custom_vjp` wants it."""
+    """A function and its arguments other than arrays, hashable as `custom_vjp` requires."""
 
     function: Callable[..., Any]
-    images: str  # what it calls them
+    images: str  # the function's name for x
     keywords: dict[str, Any] = field(compare=False)
-    key: str  # they in words, which stand for them
+    key: str  # `repr` of the keywords, used for comparison and hash
 
     def arguments(self, arrays: _Arrays) -> dict[str, Any]:
-        """The function's keywords."""
+        """Return the function's keyword arguments."""
         others = arrays._asdict()
         x = others.pop("x")
         return {self.images: list(x) if isinstance(x, (list, tuple)) else x, **others, **self.keywords}
@@ -142,7 +142,7 @@ def _run(settings: _Settings, arrays: _Arrays) -> jax.Array:
     def function(arrays: _Arrays) -> np.ndarray:
         return settings.function(**settings.arguments(_numpy(arrays)))
 
-    # Checked on arrays of one element that is repeated: errors come when the call is traced, with their own type.
+    # Check on arrays that broadcast one element, so that errors are raised during tracing, with their own type.
     repeated = jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), arrays)
     result = checked_call(settings.function, **settings.arguments(repeated)).results[0]
     return jax.pure_callback(
@@ -160,7 +160,7 @@ def _forward(settings: _Settings, arrays: _Arrays) -> tuple[jax.Array, _Arrays]:
 def _backward(settings: _Settings, arrays: _Arrays, cotangent: jax.Array) -> tuple[_Arrays]:
     def function(arrays: _Arrays, cotangent: Any) -> _Arrays:
         arrays = _numpy(arrays)
-        # The transpose by the Hermitian adjoint: conjugate what goes in and what comes out.
+        # The transpose is the Hermitian adjoint with conjugated inputs and outputs.
         _, pullback = cupyconv.vjp(settings.function, **settings.arguments(arrays))
         found = pullback(np.conj(np.asarray(cotangent)))
         x = type(arrays.x)(found.x) if isinstance(arrays.x, (list, tuple)) else found.x

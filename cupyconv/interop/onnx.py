@@ -1,6 +1,6 @@
-"""ONNX's models as functions of arrays, and ONNX's operators of convolution, pooling and recurrent layers.
+"""ONNX models as functions of arrays, and ONNX's convolution, pooling and recurrent operators.
 
-A model, on NumPy or with ``xp=cupy`` on CuPy arrays, planned once and fused where it can be::
+Run a model on NumPy arrays, or with ``xp=cupy`` on CuPy arrays.  It is planned once and fused if possible::
 
     from cupyconv.interop.onnx import load
 
@@ -8,7 +8,7 @@ A model, on NumPy or with ``xp=cupy`` on CuPy arrays, planned once and fused whe
     y = run(x=image)
     print(run.explain())
 
-A model in ONNX's own evaluator, whose reference brings every other operator::
+Run a model in ONNX's own evaluator, whose reference implementation provides all other operators::
 
     import onnx
     from onnx.reference import ReferenceEvaluator
@@ -17,12 +17,13 @@ A model in ONNX's own evaluator, whose reference brings every other operator::
     session = ReferenceEvaluator(onnx.load("model.onnx"), new_ops=operators())
     (y,) = session.run(None, {"x": x})
 
-The evaluator computes with NumPy arrays.  An engine of your own runs a node, on NumPy or CuPy arrays, by
-``OPERATORS[node.op_type](*inputs, **attributes, outputs=len(node.output))``: inputs are positional, an absent one is
-None, attributes are keywords with ONNX's names and defaults, and strings are `str`.  The answer is a tuple of `outputs`
-arrays.  `load` and `operators` need the package onnx.
+The evaluator computes with NumPy arrays.  Your own engine runs a node on NumPy or CuPy arrays with
+``OPERATORS[node.op_type](*inputs, **attributes, outputs=len(node.output))``: inputs are positional, with None for an
+absent one.  Attributes are keywords with ONNX's names and defaults, and strings are `str`.  The call returns a tuple of
+`outputs` arrays.  `load` and `operators` need the package onnx.
 
-The newest definition of each operator is meant, which those before agree with where they say the same.
+Each operator implements its newest definition in ONNX.  Models with older definitions run correctly as far as these
+specify the same.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from cupyconv.typing import Array
 if TYPE_CHECKING:
     from cupyconv.interop.onnx_model import Model
 
-#: A sequence of ints, as ONNX's attributes have it.
+#: A sequence of ints, as in ONNX's attributes.
 Ints = Sequence[int]
 Outputs = tuple[Array, ...]
 
-#: How many parameters an activation of ONNX's recurrent operators takes: alpha, or alpha and beta.
+#: Number of parameters of each activation of ONNX's recurrent operators: alpha, or alpha and beta.
 _PARAMETERS = {"LeakyRelu": 1, "ThresholdedRelu": 1, "Elu": 1, "HardSigmoid": 2, "ScaledTanh": 2, "Affine": 2}
 
 
@@ -63,7 +64,7 @@ def Conv(
     strides: Ints | None = None,
     outputs: int = 1,
 ) -> Outputs:
-    """`cupyconv.conv`."""
+    """Compute `cupyconv.conv`."""
     windows = _windows(strides, pads, auto_pad, dilations)
     return (cupyconv.conv(X, W, B, **windows, groups=group),)
 
@@ -83,7 +84,7 @@ def ConvTranspose(
     strides: Ints | None = None,
     outputs: int = 1,
 ) -> Outputs:
-    """`cupyconv.conv_transpose`; a given `output_shape` overrides `pads`."""
+    """Compute `cupyconv.conv_transpose`.  `output_shape` overrides `pads` if given."""
     windows = _windows(strides, None if output_shape else pads, auto_pad, dilations)
     size = tuple(output_shape) if output_shape else None
     extra = tuple(output_padding) if output_padding else 0
@@ -102,7 +103,7 @@ def MaxPool(
     strides: Ints | None = None,
     outputs: int = 1,
 ) -> Outputs:
-    """`cupyconv.max_pool`; of 8-bit integers in float32, which holds them all."""
+    """Compute `cupyconv.max_pool`.  Integers (8-bit) are pooled in float32, which represents them exactly."""
     floating = X.astype("float32") if X.dtype.kind in "iu" else X
     windows = _windows(strides, pads, auto_pad, dilations)
     settings = {"kernel_shape": tuple(kernel_shape), "ceil_mode": bool(ceil_mode), **windows}
@@ -125,14 +126,14 @@ def AveragePool(
     strides: Ints | None = None,
     outputs: int = 1,
 ) -> Outputs:
-    """`cupyconv.avg_pool`."""
+    """Compute `cupyconv.avg_pool`."""
     settings = {"kernel_shape": tuple(kernel_shape), **_windows(strides, pads, auto_pad, dilations)}
     counts = bool(count_include_pad)
     return (cupyconv.avg_pool(X, **settings, ceil_mode=bool(ceil_mode), count_include_pad=counts),)
 
 
 def GlobalAveragePool(X: Array, *, outputs: int = 1) -> Outputs:
-    """The mean of each channel of each sample."""
+    """Return the mean of each channel of each sample."""
     return (X.mean(tuple(range(2, X.ndim)), keepdims=True),)
 
 
@@ -148,7 +149,7 @@ def BatchNormalization(
     training_mode: int = 0,
     outputs: int = 1,
 ) -> Outputs:
-    """One multiplication and one addition for each element; with `training_mode` of the statistics of X itself."""
+    """Compute one multiplication and one addition per element.  `training_mode` uses the statistics of X itself."""
     across = (0, *range(2, X.ndim))
     mean, var = input_mean, input_var
     wide = X.astype("float32") if X.dtype.itemsize == 2 else X
@@ -173,7 +174,7 @@ def Col2Im(
     strides: Ints | None = None,
     outputs: int = 1,
 ) -> Outputs:
-    """`cupyconv.col2im`; the two shapes are read, which waits for a GPU."""
+    """Compute `cupyconv.col2im`.  Reading the two shapes from a GPU synchronizes with it."""
     image, block = (tuple(int(size) for size in shape) for shape in (image_shape, block_shape))
     return (cupyconv.col2im(input, image, block, **_windows(strides, pads, "NOTSET", dilations)),)
 
@@ -189,7 +190,7 @@ def RNN(
     outputs: int = 2,
     **attributes: Any,
 ) -> Outputs:
-    """`cupyconv.rnn`."""
+    """Compute `cupyconv.rnn`."""
     x, states, settings, answer = _recurrent("RNN", X, W, R, B, None, (initial_h,), **attributes)
     y, h = cupyconv.rnn(x, **settings, h0=states[0], lengths=sequence_lens)
     return answer(y, h)[:outputs]
@@ -207,7 +208,7 @@ def GRU(
     outputs: int = 2,
     **attributes: Any,
 ) -> Outputs:
-    """`cupyconv.gru`."""
+    """Compute `cupyconv.gru`."""
     x, states, settings, answer = _recurrent("GRU", X, W, R, B, None, (initial_h,), **attributes)
     reset = bool(linear_before_reset)
     y, h = cupyconv.gru(x, **settings, h0=states[0], lengths=sequence_lens, linear_before_reset=reset)
@@ -228,14 +229,14 @@ def LSTM(
     outputs: int = 3,
     **attributes: Any,
 ) -> Outputs:
-    """`cupyconv.lstm`."""
+    """Compute `cupyconv.lstm`."""
     x, states, settings, answer = _recurrent("LSTM", X, W, R, B, P, (initial_h, initial_c), **attributes)
     h0, c0 = states
     y, (h, c) = cupyconv.lstm(x, **settings, h0=h0, c0=c0, lengths=sequence_lens, input_forget=bool(input_forget))
     return answer(y, h, c)[:outputs]
 
 
-#: Each operator by its name.
+#: All operators by name.
 OPERATORS: dict[str, Callable[..., Outputs]] = {
     operator.__name__: operator
     for operator in (
@@ -245,17 +246,17 @@ OPERATORS: dict[str, Callable[..., Outputs]] = {
 
 
 def operators() -> list[type]:
-    """The operators as `onnx.reference.ReferenceEvaluator` takes them, ``new_ops=operators()``.
+    """Return operator classes for `onnx.reference.ReferenceEvaluator`, ``new_ops=operators()``.
 
     Returns
     -------
     list of classes
-        Of `onnx.reference.op_run.OpRun`, one for each of `OPERATORS`.
+        One subclass of `onnx.reference.op_run.OpRun` per entry of `OPERATORS`.
 
     Raises
     ------
     ImportError
-        Where onnx is not installed: the extra ``onnx`` brings it.
+        If onnx is not installed; the extra ``onnx`` installs it.
 
     Examples
     --------
@@ -276,31 +277,32 @@ def operators() -> list[type]:
 
 
 def load(model: Any, xp: Any = np) -> Model:
-    """A model of ONNX as a function of arrays: read, made simpler and checked once.
+    """Load an ONNX model as a function of arrays, and simplify and check it once.
 
-    Constants are folded; batch normalisations go into weights, or with what follows into a convolution's ``prologue=``;
-    activations and additions behind a convolution become its ``activation=`` and ``residual=``; a concatenation of
-    channels before convolutions becomes a list, which is never built.
+    Constants are folded.  Batch normalizations are folded into weights, or together with the activation that follows
+    into a convolution's ``prologue=``.  Activations and additions after a convolution become its ``activation=`` and
+    ``residual=``.  A concatenation of channels before convolutions becomes a list and is never materialized.
 
     Parameters
     ----------
     model : onnx.ModelProto, str or path
-        The model, or its file.
+        The model or its file.
     xp : module
-        `numpy`, or `cupy`: whose arrays it takes, computes with and returns.
+        `numpy` or `cupy`: the library of the arrays that the model takes, computes with and returns.
 
     Returns
     -------
     Model
-        ``run = load(model)``; ``run(**inputs)`` gives the output, or a tuple of several; ``print(run.explain())`` is a
-        page of what a run does, ``run.explain(on="sm_90")`` of what it would do on a GPU.
+        ``run = load(model)``; ``run(**inputs)`` returns the output, or a tuple if there are several.
+        ``print(run.explain())`` describes a run, ``run.explain(on="sm_90")`` a run on that GPU architecture.
 
     Raises
     ------
     ImportError
-        Where onnx is not installed.
+        If onnx is not installed.
     NotImplementedError
-        For operators that are neither in `OPERATORS` nor elementwise ones that are known; it names all of them.
+        If the model has operators that are neither in `OPERATORS` nor known elementwise ones.  The error names them
+        all.
 
     Examples
     --------
@@ -323,7 +325,7 @@ def load(model: Any, xp: Any = np) -> Model:
 
 
 def _windows(strides: Ints | None, pads: Ints | None, auto_pad: str, dilations: Ints | None) -> dict[str, Any]:
-    """ONNX's attributes of windows as ours; without `strides` they are 1, of pooling too."""
+    """Return ONNX's window attributes as cupyconv's arguments.  Strides default to 1, for pooling too."""
     return {
         "stride": tuple(strides) if strides else 1,
         "padding": onnx_padding(pads, auto_pad),
@@ -332,7 +334,7 @@ def _windows(strides: Ints | None, pads: Ints | None, auto_pad: str, dilations: 
 
 
 def _over_all_images(indices: Array, spatial: Sequence[int], column_major: bool) -> Array:
-    """Indices in one image, over all samples and channels; column-major ones count along the first spatial axis first."""
+    """Return indices over all samples and channels from indices in one image, in row-major or `column_major` order."""
     if column_major:
         rest, step, moved = indices, prod(spatial), indices * 0
         for size in reversed(spatial):
@@ -362,21 +364,21 @@ def _recurrent(
     hidden_size: int | None = None,
     layout: int = 0,
 ) -> tuple[Array, tuple[Array | None, ...], dict[str, Any], Callable[..., Outputs]]:
-    """Our x and states, weights and settings; and what makes ONNX's outputs of our results."""
+    """Return x, the states, the other arguments, and a function that turns cupyconv's results into ONNX's outputs."""
     settings: dict[str, Any] = {"direction": direction, "clip": clip, **from_onnx_weights(kind, W, R, B, P)}
     if activations:
         found = list(_activations(activations, iter(activation_alpha), iter(activation_beta)))
         each = {"RNN": 1, "GRU": 2, "LSTM": 3}[kind]
-        # ONNX's default is for two directions, also where there is one.
+        # ONNX's default lists activations for two directions, even if there is only one.
         groups = [found[i] if each == 1 else tuple(found[i : i + each]) for i in range(0, len(W) * each, each)]
         settings["activation" if each == 1 else "activations"] = groups[0] if len(groups) == 1 else tuple(groups)
 
     def swapped(array: Array | None) -> Array | None:
-        """Samples first, or steps first: a view."""
+        """Return a view with samples or steps first."""
         return array.swapaxes(0, 1) if layout and array is not None else array
 
     def answer(y: Array, *last: Array) -> Outputs:
-        """Y has an axis for directions: (T, D, N, H), or samples first, (N, T, D, H)."""
+        """Return the outputs; Y has an axis for directions: (T, D, N, H), or with samples first (N, T, D, H)."""
         by_direction = y.reshape(*y.shape[:2], len(W), R.shape[2])
         return by_direction.swapaxes(0 if layout else 1, 1 if layout else 2), *map(swapped, last)
 
@@ -384,7 +386,7 @@ def _recurrent(
 
 
 def _activations(names: Sequence[str], alphas: Iterator[float], betas: Iterator[float]) -> Iterator[tuple[Any, ...]]:
-    """ONNX's "HardSigmoid" is ``("hard_sigmoid", alpha, beta)``, of as many parameters as are left."""
+    """Yield ``("hard_sigmoid", alpha, beta)`` for "HardSigmoid", and so on, with as many parameters as are left."""
     for name in names:
         given = [next(values, None) for values in (alphas, betas)[: _PARAMETERS.get(name, 0)]]
         yield re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower(), *(value for value in given if value is not None)

@@ -1,8 +1,8 @@
-"""ONNX's operators that are a line or two of NumPy, or of CuPy: what stands between the layers of a network.
+"""ONNX operators that need only a line or two of NumPy or CuPy, as they occur between the layers of a network.
 
-An operator is a function of its node and of its inputs, absent ones None; it gives its outputs.  `xp` is the module of
-the arrays: NumPy for shapes, which are computed on the host beside images on a GPU.  `version` is that of the model's
-operator set, for operators that say in an attribute what they said later in an input.
+An operator is a function of its call and of its inputs, with None for an absent input, and returns its outputs.  `xp`
+is the arrays' module; shapes use NumPy even if images are on a GPU, because they are computed on the host.  `version`
+is the model's operator set version, because some operators turned an attribute into an input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyconv.typing import Array
 
 @dataclass(eq=False)
 class Node:
-    """A node of a graph: values by name, and attributes with ONNX's names."""
+    """A node of a graph: the names of its values, and its attributes under ONNX's names."""
 
     op: str
     inputs: list[str]
@@ -29,42 +29,42 @@ class Node:
 
 @dataclass(frozen=True)
 class Call:
-    """What an operator is called with beside its inputs."""
+    """The context of an operator's call: everything but its inputs."""
 
     node: Node
     xp: Any
     version: int
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """An attribute."""
+        """Return an attribute."""
         return self.node.attributes.get(name, default)
 
     def ints(self, name: str, inputs: Sequence[Array | None], place: int) -> tuple[int, ...] | None:
-        """What is an attribute of old versions and input number `place` of new ones; None where it is absent."""
+        """Return ints that are an attribute in old versions and input number `place` in new ones, or None if absent."""
         given = inputs[place] if place < len(inputs) else None
         value = self(name) if given is None else given
         return None if value is None else tuple(int(one) for one in np.atleast_1d(value))
 
     def number(self, name: str, inputs: Sequence[Array | None], place: int) -> Any:
-        """The same of a number."""
+        """Return a number that is an attribute in old versions and input number `place` in new ones."""
         given = inputs[place] if place < len(inputs) else None
         return self(name) if given is None else given
 
 
 Operator = Callable[..., Any]
 
-#: By ONNX's name; each gives one array, or a tuple of outputs.
+#: Operators by ONNX's name; each returns one array or a tuple of outputs.
 ELEMENTWISE: dict[str, Operator] = {}
 
 
 def operator(function: Operator) -> Operator:
-    """Enter a function by its name."""
+    """Register a function under its name."""
     ELEMENTWISE[function.__name__] = function
     return function
 
 
 def run(call: Call, inputs: Sequence[Array | None]) -> tuple[Array, ...]:
-    """The outputs of an operator of the table."""
+    """Return the outputs of an operator in `ELEMENTWISE`."""
     found = ELEMENTWISE[call.node.op](call, *inputs)
     return found if isinstance(found, tuple) else (found,)
 
@@ -86,7 +86,7 @@ def Mul(call: Call, a: Array, b: Array) -> Array:
 
 @operator
 def Div(call: Call, a: Array, b: Array) -> Array:
-    """Of integers towards zero."""
+    """Divide; the quotient of integers is rounded toward zero."""
     if a.dtype.kind not in "iu":
         return a / b
     quotient = a // b
@@ -177,7 +177,7 @@ def Identity(call: Call, x: Array) -> Array:
 
 @operator
 def Dropout(call: Call, x: Array, *rest: Array | None) -> Any:
-    """At inference: everything is kept."""
+    """Return x: inference drops no elements."""
     if len(rest) > 1 and rest[1] is not None and bool(rest[1]):
         raise NotImplementedError("Dropout in training")
     return (x, call.xp.ones(x.shape, bool)) if len(call.node.outputs) > 1 else x
@@ -185,7 +185,7 @@ def Dropout(call: Call, x: Array, *rest: Array | None) -> Any:
 
 @operator
 def Softmax(call: Call, x: Array) -> Array:
-    """Along an axis; before version 13 along all from this axis on."""
+    """Normalize along one axis; before version 13, along this axis and all that follow."""
     axis = call("axis", -1 if call.version >= 13 else 1)
     along: Any = axis if call.version >= 13 else tuple(range(axis % x.ndim, x.ndim))
     powers = call.xp.exp(x - x.max(along, keepdims=True))
@@ -194,7 +194,7 @@ def Softmax(call: Call, x: Array) -> Array:
 
 @operator
 def LRN(call: Call, x: Array) -> Array:
-    """Each element by the squares of its neighbours among the channels."""
+    """Normalize each element by the squares of its neighbors along the channels."""
     size, squares = call("size"), call.xp.square(x)
     before = (size - 1) // 2
     padded = call.xp.pad(squares, ((0, 0), (before, size - 1 - before), *((0, 0),) * (x.ndim - 2)))
@@ -280,7 +280,7 @@ def Slice(call: Call, x: Array, *given: Array | None) -> Array:
     index: list[Any] = [slice(None)] * x.ndim
     for i, axis in enumerate(range(len(starts)) if axes is None else axes):
         step = 1 if steps is None else steps[i]
-        # Going back, an end before the first element is none at all to Python.
+        # With a negative step, Python would take an end before the first element as counted from the end.
         end = None if step < 0 and ends[i] < -x.shape[axis] else ends[i]
         index[axis] = slice(starts[i], end, step)
     return x[tuple(index)]
@@ -328,12 +328,12 @@ def Pad(call: Call, x: Array, *given: Array | None) -> Array:
     return call.xp.pad(x[cut], grown, mode)
 
 
-#: What `Cast` makes, by ONNX's number: float32, integers, bool, float16, float64, complex numbers.
+#: Target types of `Cast`, by ONNX's number: float32, integers, bool, float16, float64, complex numbers.
 _CASTS = (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15)
 
 
 def refused(node: Node) -> str:
-    """What a node asks for that these functions do not know; nothing where they do."""
+    """Return what this node needs that these functions do not support, or an empty string."""
     kinds = {type(value).__name__ for value in node.attributes.values()}
     if kinds & {"GraphProto", "SparseTensorProto"}:
         return f"{node.op} of a graph or a sparse tensor"

@@ -1,17 +1,17 @@
-"""A model of ONNX as a graph: read once, and made simpler once for those who run it (`onnx_model`).
+"""An ONNX model as a graph, which is read and simplified once before `onnx_model` runs it.
 
 ::
 
     graph --constants folded, affine maps found--> nodes --fused--> steps --run--> outputs
 
-    BatchNormalization, Mul and Add with constants    y = scale[c] * x + shift[c], an affine map; two are one
+    BatchNormalization, Mul and Add with constants    y = scale[c] * x + shift[c], an affine map; two become one
     Conv, affine map                                  Conv with another weight and bias
     Conv, Add (with an image of its shape), Relu      Conv with residual= and activation=
     affine map, Relu, Conv                            Conv with prologue=
-    Concat of channels of what layers compute         nothing: each layer writes its part where it belongs
+    Concat of channels that layers compute            nothing: each layer writes its channels of the result
     Concat of other channels, Conv                    Conv of a list
 
-A value that more than one node reads is fused with none.
+A value that several nodes read is not fused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cupyconv.interop.onnx_elementwise import ELEMENTWISE, Call, Node, refused
 from cupyconv.interop.onnx_elementwise import run as run_elementwise
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")
-#: Operators whose result is a new image: what they write may lie in a larger one.
+#: Operators whose result is a new image, which may be a part of a larger array.
 _WRITING = (*CONVOLUTIONS, "MaxPool", "AveragePool")
 
-#: Activations that a convolution ends with, by ONNX's name: what makes ours of a node and the constants of a graph.
+#: Activations that a convolution can apply, by ONNX's name: functions of a node and the graph's constants.
 ACTIVATIONS: dict[str, Callable[[Node, Mapping[str, np.ndarray]], Any]] = {
     "Relu": lambda node, constants: "relu",
     "LeakyRelu": lambda node, constants: ("leaky_relu", node.attributes.get("alpha", 0.01)),
@@ -49,7 +49,7 @@ ACTIVATIONS: dict[str, Callable[[Node, Mapping[str, np.ndarray]], Any]] = {
 
 
 def _clip(node: Node, constants: Mapping[str, np.ndarray]) -> Any:
-    """Both bounds as attributes or as constants; None where one is neither."""
+    """Return the clip activation if both bounds are attributes or constants, else None."""
     given = dict(zip(("min", "max"), node.inputs[1:]))
     bounds: list[Any] = [
         node.attributes.get(name) if not given.get(name) else constants.get(given[name]) for name in ("min", "max")
@@ -59,24 +59,24 @@ def _clip(node: Node, constants: Mapping[str, np.ndarray]) -> Any:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which they can run, constants, and what comes in and goes out."""
+    """Nodes in an executable order, constants, inputs and outputs."""
 
     nodes: list[Node]
     constants: dict[str, np.ndarray]
     inputs: dict[str, tuple[np.dtype | None, tuple[int | None, ...] | None]]
     outputs: list[str]
     version: int
-    #: Sizes by name, a size that is not known by its own; those of values that shape inference finds.
+    #: Sizes of values as far as shape inference finds them; an unknown size is a name.
     shapes: dict[str, tuple[int | str, ...]]
-    #: Of a value that is written where a concatenation has it, the concatenation's output, and which of its inputs it is.
+    #: Values written in place into a concatenation: the output of that, and which of its inputs the value is.
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    #: The outputs of these concatenations.
+    #: Outputs of these concatenations.
     whole: set[str] = field(default_factory=set)
-    #: What was made simpler, in words, and how often.
+    #: Descriptions of the simplifications, with counts.
     done: Counter[str] = field(default_factory=Counter)
 
     def readers(self) -> dict[str, list[Node | None]]:
-        """Of each value the nodes that read it; what goes out is read by None, too."""
+        """Return the nodes that read each value; for an output of the graph the list includes None."""
         found: dict[str, list[Node | None]] = {}
         for name in self.outputs:
             found.setdefault(name, []).append(None)
@@ -86,7 +86,7 @@ class Graph:
         return found
 
     def read_once(self) -> set[str]:
-        """Values with one reader; fusing changes that of none that is left."""
+        """Return the values with exactly one reader.  Fusion does not change this for the values that remain."""
         return {name for name, readers in self.readers().items() if len(readers) == 1}
 
     def makers(self) -> dict[str, Node]:
@@ -94,7 +94,7 @@ class Graph:
 
 
 def reads(node: Node) -> list[str]:
-    """All values that a node reads, what was fused into it included."""
+    """Return all values that a node reads, including those of nodes fused into it."""
     fused = [node.attributes[name] for name in ("residual", "scale", "shift") if name in node.attributes]
     return [name for name in (*node.inputs, *fused) if name]
 
@@ -103,7 +103,7 @@ def reads(node: Node) -> list[str]:
 
 
 def read(model: Any) -> Graph:
-    """The graph of a model, or of a file; one error names all operators that are not known."""
+    """Return the graph of a model or of its file.  One error names all unknown operators."""
     import onnx
     from onnx import helper, numpy_helper, shape_inference
 
@@ -143,7 +143,7 @@ def read(model: Any) -> Graph:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute in Python's types and NumPy's."""
+    """Return an attribute as Python and NumPy types."""
     from onnx import TensorProto, numpy_helper
 
     if isinstance(value, bytes):
@@ -153,11 +153,11 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-# --- made simpler ----------------------------------------------------------------------------------------------
+# --- simplification --------------------------------------------------------------------------------------------
 
 
 def simplify(graph: Graph) -> None:
-    """All that is listed at the top of this file, in this order."""
+    """Apply all simplifications listed at the top of this file, in this order."""
     for step in (_fold_constants, _find_affine_maps, _fuse_behind, _fuse_before, _keep_affine_maps, _place, _merge):
         step(graph)
     used = {name for node in graph.nodes for name in reads(node)} | set(graph.outputs)
@@ -178,7 +178,7 @@ def _fold_constants(graph: Graph) -> None:
 
 
 def _find_affine_maps(graph: Graph) -> None:
-    """Nodes that multiply and add a constant for each channel become `Affine`; two that follow each other become one."""
+    """Turn nodes that scale or shift each channel by a constant into `Affine`, and merge two consecutive ones."""
     for node in graph.nodes:
         found = _affine(graph, node)
         if found is not None:
@@ -197,7 +197,7 @@ def _find_affine_maps(graph: Graph) -> None:
 
 
 def _affine(graph: Graph, node: Node) -> tuple[str, np.ndarray, np.ndarray] | None:
-    """x and, in float64, scale and shift of each channel; None for what is no such map."""
+    """Return x and, in float64, the scale and shift of each channel, or None if the node is not an affine map."""
     constants = graph.constants
     if node.op == "BatchNormalization":
         known = all(name in constants for name in node.inputs[1:]) and node.inputs[0] in graph.shapes
@@ -224,7 +224,7 @@ def _affine(graph: Graph, node: Node) -> tuple[str, np.ndarray, np.ndarray] | No
 
 
 def _fuse_behind(graph: Graph) -> None:
-    """What follows a convolution, and nobody else reads: an affine map, an image that is added, an activation."""
+    """Fuse the affine map, addition or activation after a convolution if nothing else reads its result."""
     makers, alone = graph.makers(), graph.read_once()
     for node in list(graph.nodes):
         behind = [
@@ -233,7 +233,7 @@ def _fuse_behind(graph: Graph) -> None:
         conv = next((one for one in behind if _takes(graph, one, node)), None)
         if conv is None:
             continue
-        # The convolution runs where the node stood: what else that reads is there by then.
+        # The convolution moves to the node's position, where the node's other inputs are available.
         graph.nodes.remove(conv)
         graph.nodes[graph.nodes.index(node)] = conv
         conv.outputs = node.outputs[:1]
@@ -241,7 +241,7 @@ def _fuse_behind(graph: Graph) -> None:
 
 
 def _takes(graph: Graph, conv: Node, node: Node) -> bool:
-    """Make a node part of the convolution before it, if it can be."""
+    """Fuse a node into the convolution before it if possible; return whether it was fused."""
     said = conv.attributes
     if "activation" in said:
         return False
@@ -268,7 +268,7 @@ def _takes(graph: Graph, conv: Node, node: Node) -> bool:
 
 
 def _fold_affine(graph: Graph, conv: Node, scale: np.ndarray, shift: np.ndarray) -> None:
-    """A weight and a bias that include what follows, under names of their own: another node may have the old ones."""
+    """Fold an affine map into weight and bias, under new names because other nodes may use the old constants."""
     weight, groups = graph.constants[conv.inputs[1]], conv.attributes.get("group", 1)
     bias = graph.constants[conv.inputs[2]] if len(conv.inputs) > 2 and conv.inputs[2] else np.zeros(())
     if conv.op == "Conv":
@@ -284,7 +284,7 @@ def _fold_affine(graph: Graph, conv: Node, scale: np.ndarray, shift: np.ndarray)
 
 
 def _fuse_before(graph: Graph) -> None:
-    """An affine map, an activation or both before a convolution, that nobody else reads."""
+    """Fuse an affine map, an activation or both before a convolution if nothing else reads their results."""
     makers, alone = graph.makers(), graph.read_once()
     for conv in [node for node in graph.nodes if node.op == "Conv"]:
         activation = None
@@ -312,7 +312,7 @@ def _fuse_before(graph: Graph) -> None:
 
 
 def _keep_affine_maps(graph: Graph) -> None:
-    """Those that no convolution took have their vectors as constants, in the shape that goes along the channels."""
+    """Turn the vectors of the remaining affine maps into constants that broadcast along the channels."""
     for node in [node for node in graph.nodes if node.op == "Affine"]:
         rank = len(graph.shapes[node.inputs[0]])
         names = [f"{kind} of {node.outputs[0]}" for kind in ("scale", "shift")]
@@ -322,7 +322,7 @@ def _keep_affine_maps(graph: Graph) -> None:
 
 
 def _place(graph: Graph) -> None:
-    """What layers compute for a concatenation of channels is written where it belongs there; so is one within another."""
+    """Let layers write into the concatenation of channels that reads their results.  Concatenations may be nested."""
     makers = graph.makers()
     for node in [node for node in graph.nodes if is_of_channels(node)]:
         owned = {
@@ -339,12 +339,12 @@ def _place(graph: Graph) -> None:
 
 
 def is_of_channels(node: Node) -> bool:
-    """Whether a node concatenates images along their channels."""
+    """Return whether a node concatenates images along the channels."""
     return node.op == "Concat" and node.attributes.get("axis", 1) == 1
 
 
 def _merge(graph: Graph) -> None:
-    """A concatenation that convolutions alone read, or others that are merged, is a list: never built."""
+    """Turn a concatenation that only convolutions or merged concatenations read into a list, never materialized."""
     readers = graph.readers()
     for node in reversed(graph.nodes):
         if is_of_channels(node) and node.outputs[0] not in graph.whole:

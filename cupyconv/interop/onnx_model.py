@@ -1,8 +1,8 @@
-"""A model of ONNX that runs: calls of cupyconv on NumPy or CuPy arrays, one after the other.
+"""A runnable ONNX model: calls of cupyconv on NumPy or CuPy arrays, one after the other.
 
-Each convolution is a call that is checked and planned once for images of a size, and keeps what it makes of its weight
-(`call.repeated`).  An image is let go after the last step that reads it.  What is concatenated is computed in one
-array, of which every layer writes its channels; where these lie is found by a walk in which nothing is computed.
+Each convolution is a call that is checked and planned once per image size, and caches the forms of its weight
+(`call.repeated`).  An image is freed after the last step that reads it.  A concatenation is one array, into which each
+layer writes its channels; a walk through the graph finds their positions without computing any layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cupyconv.typing import Array
 
 Values = dict[str, Any]
 
-#: Sets of sizes of inputs of which it is known where channels lie.
+#: Number of combinations of input sizes whose channel positions are cached.
 _KNOWN_SIZES = 16
 
 
@@ -46,14 +46,14 @@ class Whole(NamedTuple):
 
 
 class Places:
-    """Where the parts of concatenations are written in a run: channels of an array that is allocated for the first of them."""
+    """Where a run writes the parts of concatenations: channels of an array that the first part allocates."""
 
     def __init__(self, graph: Graph, wholes: Mapping[str, Whole], empty: Callable[..., Array]) -> None:
         self._parts, self._wholes, self._empty = graph.parts, wholes, empty
         self._arrays: dict[str, Array] = {}
 
     def of(self, name: str) -> Array | None:
-        """Where a value is to be written; None where it may lie anywhere."""
+        """Return the array that a value must be written to, or None if any will do."""
         if name not in self._parts or not self._wholes:
             return None
         whole, place = self._parts[name]
@@ -61,23 +61,23 @@ class Places:
         return array[:, first[place] : first[place + 1]]
 
     def whole(self, name: str) -> Array:
-        """The array of a concatenation, which may be a part of another."""
+        """Return the array of a concatenation, which may be part of another one."""
         if name not in self._arrays:
             place, known = self.of(name), self._wholes[name]
             self._arrays[name] = self._empty(known.shape, known.dtype) if place is None else place
         return self._arrays[name]
 
     def finished(self, name: str) -> Array | None:
-        """The array of a concatenation all of whose parts are written; None for what is none."""
+        """Return the array of a concatenation whose parts are all written, or None for another value."""
         return self._arrays.pop(name, None)
 
 
 class Model:
-    """A model that runs: ``run(**inputs)``.  What `load` returns."""
+    """A runnable model, called as ``run(**inputs)``.  `load` returns it."""
 
     def __init__(self, graph: Graph, xp: Any) -> None:
         self._graph, self._xp = graph, xp
-        #: Integers are shapes and indices, which the host has to know.
+        #: Integers are shapes and indices, which the host must know.
         self._constants = {
             name: xp.asarray(array) if array.dtype.kind == "f" and array.ndim else array
             for name, array in graph.constants.items()
@@ -90,17 +90,17 @@ class Model:
             self._last_reads.append(sorted((read - later) | unread - kept))
             later |= read
         self._last_reads.reverse()
-        #: By the shapes and dtypes of inputs.
+        #: By shapes and dtypes of inputs.
         self._known_sizes: dict[Any, Mapping[str, Whole]] = {}
 
     @property
     def inputs(self) -> list[str]:
-        """The names of what `run` takes."""
+        """The names of the model's inputs."""
         return list(self._graph.inputs)
 
     @property
     def outputs(self) -> list[str]:
-        """The names of what it returns."""
+        """The names of the model's outputs."""
         return list(self._graph.outputs)
 
     def __repr__(self) -> str:
@@ -109,18 +109,18 @@ class Model:
         return f"Model({', '.join(self.inputs)} -> {', '.join(self.outputs)}: {steps}, on {self._xp.__name__})"
 
     def __call__(self, **inputs: Array) -> Any:
-        """The outputs of the model: one array, or a tuple of them in the model's order.
+        """Return the outputs of the model: one array, or a tuple in the model's order.
 
         Parameters
         ----------
         **inputs : array
-            By the model's names; ``run(**{"data/in": x})`` for one that is no name in Python.
+            Inputs by the model's names; use ``run(**{"data/in": x})`` for a name that is not a Python identifier.
         """
         values = self._checked(inputs)
         places = Places(self._graph, self._wholes(values), self._xp.empty)
         compute = partial(self._compute, values, places)
         if self._xp is np and current_settings().threads is None:
-            BLAS.hold_while(compute)  # its threads would look for work between two products where ours compute
+            BLAS.hold_while(compute)  # else BLAS threads busy-wait between two products while our threads compute
         else:
             compute()
         found = tuple(self._of(values, name) for name in self._graph.outputs)
@@ -135,14 +135,14 @@ class Model:
                 values.pop(name, None)
 
     def explain(self, *, on: str | None = None, **inputs: Array) -> ModelPlan:
-        """What a run would do, by a page that can be printed; no layer is computed.
+        """Describe what a run would do, as a printable page.  No layer is computed.
 
         Parameters
         ----------
         on : str, optional
-            A GPU's architecture, as for `cupyconv.explain`; then the arrays are NumPy's.
+            A GPU architecture, as for `cupyconv.explain`.  The arrays are then NumPy arrays.
         **inputs : array
-            As for a run.  An input whose shape the model says may be left out.
+            As for a run.  An input whose shape the model declares may be omitted.
         """
         for name, (dtype, sizes) in self._graph.inputs.items():
             if name not in inputs and dtype is not None and sizes is not None and None not in sizes:
@@ -165,8 +165,9 @@ class Model:
     def _walked(
         self, values: Values, places: Places, on: str | None = None
     ) -> Iterator[tuple[Node, Values, CheckedCall | None]]:
-        """Every node, the values that there are when it has run, and its call where it is a convolution, which is not run:
-        zeros stand for what it would compute.
+        """Yield every node, the values available after it, and its call if it is a convolution.
+
+        Convolutions are not run: zeros stand for their results.
         """
         for node, unread in zip(self._graph.nodes, self._last_reads):
             call: CheckedCall | None = None
@@ -180,7 +181,7 @@ class Model:
                     zeros = self._xp.zeros(shape, result.dtype)
                     outputs = [zeros if order is None else zeros.transpose(order)]
             else:
-                with np.errstate(all="ignore"):  # of zeros that stand for what a layer would compute
+                with np.errstate(all="ignore"):  # inputs may be zeros in place of a layer's result
                     outputs = self._run(node, values, places)
             values |= {name: value for name, value in zip(node.outputs, outputs) if name}
             yield node, values, call
@@ -188,8 +189,9 @@ class Model:
                 values.pop(name, None)
 
     def _wholes(self, inputs: Values) -> Mapping[str, Whole]:
-        """The concatenations whose parts are written in place, for inputs of these sizes; nothing where integers among
-        them may say what sizes there are.
+        """Return the concatenations whose parts are written in place, for inputs of these sizes.
+
+        Empty if there are integer inputs, because these may determine sizes.
         """
         if not self._graph.parts or any(array.dtype.kind != "f" for array in inputs.values()):
             return {}
@@ -210,7 +212,7 @@ class Model:
         return found
 
     def _checked(self, inputs: Mapping[str, Array]) -> Values:
-        """The inputs, if they are those of the model."""
+        """Return the inputs if they match those of the model."""
         needed = self._graph.inputs
         if inputs.keys() != needed.keys():
             raise TypeError(f"the model takes {', '.join(needed)}, given {', '.join(inputs) or 'nothing'}")
@@ -231,13 +233,13 @@ class Model:
         return dict(inputs)
 
     def _of(self, values: Values, name: str) -> Any:
-        """A value: of the run, a constant, or None where an optional one is absent."""
+        """Return a value of the run, a constant, or None if an optional value is absent."""
         if not name:
             return None
         return values[name] if name in values else self._constants[name]
 
     def _run(self, node: Node, values: Values, places: Places) -> Sequence[Any]:
-        """The outputs of a node."""
+        """Return the outputs of a node."""
         if node.op in CONVOLUTIONS:
             call, given = self._layer(node, values, places)
             return (call(**given),)
@@ -252,7 +254,7 @@ class Model:
         return place, *outputs[1:]
 
     def _computed(self, node: Node, given: list[Any]) -> Sequence[Any]:
-        """What an operator that is no convolution makes of its inputs."""
+        """Return the outputs of an operator other than a convolution."""
         if node.op == "Merged":
             return (tuple(image for one in given for image in (one if isinstance(one, tuple) else (one,))),)
         if node.op == "Affine":
@@ -269,7 +271,7 @@ class Model:
         return run_elementwise(Call(node, xp, self._graph.version), given)
 
     def _layer(self, node: Node, values: Values, places: Places) -> tuple[RepeatedCall, dict[str, Any]]:
-        """The call of a convolution, and the arrays that it is given."""
+        """Return the call of a convolution and the arrays for it."""
         call, names = self._layers[id(node)]
         given = {argument: self._of(values, name) for argument, name in names.items()}
         if isinstance(given["x"], tuple):
@@ -281,7 +283,7 @@ class Model:
 
     @cached_property
     def _layers(self) -> dict[int, tuple[RepeatedCall, dict[str, str]]]:
-        """Of each convolution its call, and what values are its arguments."""
+        """The call of each convolution, and the values that are its arguments."""
         return {id(node): self._layer_of(node) for node in self._graph.nodes if node.op in CONVOLUTIONS}
 
     def _layer_of(self, node: Node) -> tuple[RepeatedCall, dict[str, str]]:
@@ -308,25 +310,25 @@ class Model:
         return RepeatedCall(cupyconv.conv, fixed), changing
 
 
-#: Operators whose constants take part in the arithmetic, and are moved to the GPU beside an image.
+#: Operators that compute with constants, which are moved to the GPU if another input is there.
 _MIXING = ("Add", "Sub", "Mul", "Div", "Sum", "MatMul", "Gemm", "Concat", "Gather")
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    """Bytes of arrays, and of those in tuples; of views that which they are of, once."""
+    """Return the bytes of arrays, also those in tuples.  A view counts as its base array; each array counts once."""
     arrays = [array for value in values for array in (value if isinstance(value, tuple) else (value,))]
     owners = [array if array.base is None else array.base for array in arrays]
     return sum(owner.nbytes for owner in {id(owner): owner for owner in owners}.values())
 
 
 def _kept_bytes(plan: Plan) -> int:
-    """Bytes of a plan's workspace that are forms of its weight, and stay."""
+    """Return the bytes of a plan's workspace that are cached forms of its weight."""
     return sum(buffer.space for buffer in plan.workspace if buffer.of)
 
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A step of a model: the operator, what it makes, the plan of a convolution, and on a GPU its time by the model."""
+    """A step of a model: its operator, outputs, the plan of a convolution, and its estimated time on a GPU."""
 
     op: str
     outputs: tuple[str, ...]
@@ -344,16 +346,16 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a run of a model would do.
+    """Describes what a run of a model would do.
 
     Attributes
     ----------
     steps : tuple of ModelStep
-        In order; a convolution's has its `cupyconv.Plan`.
+        In order of execution; that of a convolution has its `cupyconv.Plan`.
     done : dict
-        What was made simpler, and how often.
+        The simplifications and their counts.
     peak_bytes, weight_bytes : int
-        The most memory that images, and the workspace of one layer, take at a time; and that of constants.
+        The peak memory of images and the workspace of one layer, and the memory of constants.
     """
 
     steps: tuple[ModelStep, ...]

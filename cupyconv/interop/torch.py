@@ -1,9 +1,9 @@
 """`conv`, `linmerge`, `rnn`, `lstm` and `gru` as PyTorch operations that autograd differentiates.
 
-Tensors are not copied: a CPU tensor is computed with as a NumPy array, a CUDA tensor as a CuPy array, on
-PyTorch's current stream.  They are functions, as in `torch.nn.functional`: a module keeps the weights and calls them.
-What is not here (transposed convolutions, pooling, second derivatives, `torch.func`) PyTorch's own functions do.  To
-see what a call would run, give `cupyconv.explain` the function and arrays: ``explain(cupyconv.conv, x.numpy(), ...)``.
+Tensors are not copied: a CPU tensor is used as a NumPy array, a CUDA tensor as a CuPy array, on PyTorch's current
+stream.  These are functions, as in `torch.nn.functional`: a module holds the weights and calls them.  For anything not
+included (transposed convolutions, pooling, second derivatives, `torch.func`) use PyTorch's own functions.  To see what
+a call would run, pass the function and arrays to `cupyconv.explain`: ``explain(cupyconv.conv, x.numpy(), ...)``.
 
 A training step, complete::
 
@@ -47,40 +47,42 @@ def conv(
     residual: torch.Tensor | None = None,
     method: str = "auto",
 ) -> torch.Tensor:
-    """`cupyconv.conv` of tensors, differentiable once in x, weight, bias and residual.
+    """`cupyconv.conv` of tensors, differentiable once with respect to x, weight, bias and residual.
 
     Parameters
     ----------
     x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
-        As of `cupyconv.conv`; tensors where that takes arrays.
+        See `cupyconv.conv`, with tensors in place of arrays.
 
     Returns
     -------
     tensor
-        On the tensors' device, of their promoted dtype.
+        On the tensors' device, in their promoted dtype.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyconv.conv`; TypeError for what is not a tensor, and for tensors of several devices.
+        See `cupyconv.conv`.  TypeError also for arguments that are not tensors, and for tensors on several devices.
     ImportError
-        For CUDA tensors where CuPy is not installed.
+        For CUDA tensors if CuPy is not installed.
 
     Notes
     -----
-    Settings have cupyconv's names and are keywords: PyTorch's ``padding_mode="zeros"``, ``"replicate"`` and ``"circular"``
-    are ``"constant"``, ``"edge"`` and ``"wrap"``.  Gradients are PyTorch's: for complex tensors the Hermitian adjoint.
-    Autograd keeps what a pullback of `cupyconv.vjp` holds: x, weight, and with an activation the result or the
-    values before it.  Where one of these tensors was changed in place, the backward pass raises PyTorch's error; any
-    other may be changed.  With ``create_graph=True`` it raises a RuntimeError.  Where autograd is off, as under
-    `torch.no_grad` and `torch.inference_mode`, nothing is kept.  `torch.compile` leaves the call out of its graphs.
-    Hooks on saved tensors change nothing: `torch.autograd.graph.save_on_cpu` saves no memory here, and
+    Settings are keywords with cupyconv's names: PyTorch's ``padding_mode="zeros"``, ``"replicate"`` and ``"circular"``
+    are ``"constant"``, ``"edge"`` and ``"wrap"`` here.  Gradients follow PyTorch's convention: for complex tensors they
+    use the Hermitian adjoint.
+
+    Autograd saves the arrays that a pullback of `cupyconv.vjp` holds: x, weight, and with an activation the result or
+    the values before it.  If one of these tensors was changed in place, the backward pass raises PyTorch's error; all
+    other tensors may be changed.  With ``create_graph=True`` it raises a RuntimeError.  Nothing is saved if autograd is
+    off, as under `torch.no_grad` and `torch.inference_mode`.  `torch.compile` leaves the call out of its graphs.  Hooks
+    on saved tensors have no effect: `torch.autograd.graph.save_on_cpu` saves no memory here, whereas
     `torch.utils.checkpoint` does with ``use_reentrant=True``.
 
-    On CUDA results and gradients are memory of CuPy's pool, which PyTorch's figures, limits and `empty_cache` do not
-    know of; ``cupy.get_default_memory_pool().free_all_blocks()`` gives back what is free there.  What one pool has freed
-    the other cannot use; under "Interoperability" CuPy's user guide has a way to one pool for both,
-    ``pytorch_pfn_extras.cuda.use_torch_mempool_in_cupy()``.
+    On CUDA, results and gradients use memory of CuPy's pool.  PyTorch's memory statistics, limits and `empty_cache` do
+    not include it; ``cupy.get_default_memory_pool().free_all_blocks()`` releases its free blocks.  Neither pool can use
+    memory that the other has freed.  The section "Interoperability" of CuPy's user guide shows how to use one pool for
+    both, ``pytorch_pfn_extras.cuda.use_torch_mempool_in_cupy()``.
 
     Examples
     --------
@@ -103,22 +105,22 @@ def linmerge(
     residual: torch.Tensor | None = None,
     method: str = "auto",
 ) -> torch.Tensor:
-    """`cupyconv.linmerge` of tensors, differentiable once in xs, weight, bias and residual.
+    """`cupyconv.linmerge` of tensors, differentiable once with respect to xs, weight, bias and residual.
 
     Parameters
     ----------
     xs, weight, bias, activation, residual, method
-        As of `cupyconv.linmerge`; tensors where that takes arrays.
+        See `cupyconv.linmerge`, with tensors in place of arrays.
 
     Returns
     -------
     tensor
-        As of `conv`.
+        See `conv`.
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `conv`.
+        See `conv`.
 
     Examples
     --------
@@ -146,22 +148,22 @@ def rnn(
     clip: float | None = None,
     method: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cupyconv.rnn` of tensors, differentiable once in all of them; see `lstm`.
+    """`cupyconv.rnn` of tensors, differentiable once with respect to all of them; see `lstm`.
 
     Parameters
     ----------
     x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activation, clip, method
-        As of `cupyconv.rnn`; tensors where that takes arrays.
+        See `cupyconv.rnn`, with tensors in place of arrays.
 
     Returns
     -------
     y, h : tensor
-        As of `cupyconv.rnn`.
+        See `cupyconv.rnn`.
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `lstm`.
+        See `lstm`.
 
     Examples
     --------
@@ -194,9 +196,9 @@ def lstm(
     clip: float | None = None,
     method: str = "auto",
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """`cupyconv.lstm` of tensors, differentiable once in all of them.
+    """`cupyconv.lstm` of tensors, differentiable once with respect to all of them.
 
-    A training step of what `torch.nn.LSTM` has no arguments for, complete::
+    A training step with arguments that `torch.nn.LSTM` does not have, complete::
 
         import torch
         from cupyconv.interop.torch import lstm
@@ -213,30 +215,31 @@ def lstm(
     Parameters
     ----------
     x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole, lengths, direction, activations, input_forget, clip, method
-        As of `cupyconv.lstm`, with the shapes and the order of gates of `torch.nn.LSTM`'s parameters; tensors where that
-        takes arrays.
+        See `cupyconv.lstm`, with tensors in place of arrays.  Shapes and the order of gates are those of
+        `torch.nn.LSTM`'s parameters.
 
     Returns
     -------
     y, (h, c) : tensors
-        On the tensors' device, of their promoted dtype.
+        On the tensors' device, in their promoted dtype.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyconv.lstm`; TypeError for what is not a tensor, and for tensors of several devices.
+        See `cupyconv.lstm`.  TypeError also for arguments that are not tensors, and for tensors on several devices.
     ImportError
-        For CUDA tensors where CuPy is not installed.
+        For CUDA tensors if CuPy is not installed.
 
     Notes
     -----
-    ``module.parameters()`` of a `torch.nn.LSTM` of one layer and one direction are this function's arguments, as in the
-    example.  Of two directions each parameter is stacked with its reverse,
-    ``torch.stack([module.weight_ih_l0, module.weight_ih_l0_reverse])``; every further layer is a further call.  With
-    ``batch_first`` give ``x.transpose(0, 1)``.
+    The arguments of this function are the ``module.parameters()`` of a `torch.nn.LSTM` with one layer and one
+    direction, as in the example.  For two directions, stack each parameter with its reverse,
+    ``torch.stack([module.weight_ih_l0, module.weight_ih_l0_reverse])``.  Call the function once per layer.  For modules
+    with ``batch_first``, pass ``x.transpose(0, 1)``.
 
-    Autograd keeps what a pullback of `cupyconv.vjp` holds.  Where an argument but a bias, or y, was changed in
-    place before the backward pass, this raises PyTorch's error; h and c may be changed.  The rest is as of `conv`.
+    Autograd saves the arrays that a pullback of `cupyconv.vjp` holds.  If y, or an argument other than a bias, was
+    changed in place before the backward pass, the backward pass raises PyTorch's error; h and c may be changed.  The
+    other notes of `conv` apply too.
 
     Examples
     --------
@@ -270,22 +273,22 @@ def gru(
     clip: float | None = None,
     method: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cupyconv.gru` of tensors, differentiable once in all of them; see `lstm`.
+    """`cupyconv.gru` of tensors, differentiable once with respect to all of them; see `lstm`.
 
     Parameters
     ----------
     x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activations, linear_before_reset, clip, method
-        As of `cupyconv.gru`; tensors where that takes arrays.
+        See `cupyconv.gru`, with tensors in place of arrays.
 
     Returns
     -------
     y, h : tensor
-        As of `cupyconv.gru`.
+        See `cupyconv.gru`.
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `lstm`.
+        See `lstm`.
 
     Examples
     --------
@@ -303,22 +306,22 @@ def gru(
 
 
 class _Call(NamedTuple):
-    """A call; its tensors are the images, which only `conv` and `linmerge` have, and then those with `names`."""
+    """A call.  Its tensors are images, which only `conv` and `linmerge` have, followed by the tensors of `names`."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
     settings: dict[str, Any]
-    images: str = ""  # what it calls them
+    images: str = ""  # the function's name for x
     listed: bool = False  # whether the images came as a sequence
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
         count = len(arrays) - len(self.names)
         images = {self.images: arrays[:count] if self.listed else arrays[0]} if self.images else {}
-        named = dict(zip(self.names, arrays[count:]))  # lengths among them, where they are a tensor
+        named = dict(zip(self.names, arrays[count:]))  # including lengths if they are a tensor
         return {**self.settings, **images, **named}
 
     def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """One for each tensor; None for lengths, and those that are not wanted may be None."""
+        """Return one gradient per tensor: None for lengths, and possibly None for tensors that are not in `wanted`."""
         if not self.images:
             found = pullback(*grads)
             return [getattr(found, name, None) for name in self.names]
@@ -330,9 +333,9 @@ class _Call(NamedTuple):
         return [*(x or [None] * count), *(getattr(found, name) for name in self.names)]
 
 
-@torch.compiler.disable  # the compiler would trace the NumPy backend, step by step, into operations of its own
+@torch.compiler.disable  # else the compiler traces the NumPy backend step by step into its own operations
 def _differentiable(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> torch.Tensor:
-    """The result of `conv` or `linmerge`; `arguments` are all by name."""
+    """Return the result of `conv` or `linmerge`.  `arguments` maps names to values."""
     x = arguments[images]
     listed = isinstance(x, (list, tuple))
     named = {f"{images}[{i}]": tensor for i, tensor in enumerate(x)} if listed else {images: x}
@@ -343,26 +346,26 @@ def _differentiable(function: Callable[..., Any], images: str, arguments: dict[s
     return y
 
 
-@torch.compiler.disable  # as `_differentiable`
+@torch.compiler.disable  # see `_differentiable`
 def _recurrent(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The results of a recurrent layer, side by side."""
+    """Return the results of a recurrent layer as a flat tuple."""
     tensors = _on_one_device(
         {name: arguments[name] for name in cupyconv.RecurrentGradients._fields if name in arguments},
         required=("x", "weight_ih", "weight_hh"),
     )
     settings = {name: value for name, value in arguments.items() if name not in cupyconv.RecurrentGradients._fields}
     if isinstance(settings["lengths"], torch.Tensor):
-        tensors["lengths"] = settings["lengths"]  # on any device; these too may be changed in place
+        tensors["lengths"] = settings["lengths"]  # on any device; autograd checks these for in-place changes too
     call = _Call(function, tuple(tensors), settings)
     return _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
 
 
-#: Tensors of `conv` and `linmerge` beside the images.
+#: Tensor arguments of `conv` and `linmerge` in addition to the images.
 _OTHERS = ("weight", "bias", "residual")
 
 
 def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-    """The arguments that are there; anything else than tensors of one device is refused."""
+    """Return the arguments that are not None; refuse anything but tensors on one device."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in required}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -374,9 +377,9 @@ def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dic
 
 
 class _Function(torch.autograd.Function):
-    """Tensors to tensors, by a call that knows what they are.
+    """The autograd function of a call, from tensors to tensors.
 
-    `recorded` says whether autograd was on outside: within `forward` it is off, whatever `ctx.needs_input_grad` says.
+    `recorded` says whether autograd is on outside: inside `forward` it is off, whatever `ctx.needs_input_grad` says.
     """
 
     @staticmethod
@@ -389,27 +392,28 @@ class _Function(torch.autograd.Function):
             returned, ctx.pullback = cupyconv.vjp(call.function, **arguments)
             results = _side_by_side(returned)
             found = tuple(_tensor(result) for result in results)
-        # The pullback has the arrays; autograd watches for changes in place of the tensors whose memory these are.
+        # The pullback holds the arrays.  Saving their tensors lets autograd detect changes in place.
         held = {id(array) for array in ctx.pullback.holds}
         memory = zip((*tensors, *found), (*arrays, *results))
         saved = [tensor for tensor, array in memory if id(array) in held]
         ctx.save_for_backward(*saved)
-        # Detached, they have the same version; PyTorch refuses tensors of inference, which have none.
+        # A detached tensor shares the version counter.  PyTorch refuses to read that of inference tensors, which have
+        # none.
         ctx.versions = [(tensor.detach(), tensor._version) for tensor in saved if not tensor.is_inference()]
         ctx.call = call
-        ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
-        ctx.set_materialize_grads(len(found) == 1)  # of several, one that is not used has no gradient, not zeros
+        ctx.context = contextvars.copy_context()  # the options in force; the backward pass runs in another thread
+        ctx.set_materialize_grads(len(found) == 1)  # an unused one of several gets None, not zeros
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # PyTorch's once_differentiable would ask `grads` alone: that of a sum needs no gradient, though x and weight do.
+        # PyTorch's once_differentiable checks `grads` alone: the gradient of a sum needs none, though x and weight do.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cupyconv's functions are differentiable once: with create_graph=True their gradients would be taken for"
                 " constants; PyTorch's own functions have second derivatives"
             )
-        saved = ctx.saved_tensors  # raises where one was changed in place, but not where a hook has packed it
+        saved = ctx.saved_tensors  # raises if one was changed in place, but not if a hook packed it
         if any(tensor._version != version for tensor, version in ctx.versions):
             raise RuntimeError(
                 "a tensor that cupyconv's backward pass reads has been modified by an inplace operation; hooks on saved"
@@ -424,7 +428,7 @@ class _Function(torch.autograd.Function):
 
 
 def _side_by_side(results: Any) -> tuple[Any, ...]:
-    """The arrays of ``y``, ``(y, h)`` or ``(y, (h, c))``."""
+    """Return the arrays of ``y``, ``(y, h)`` or ``(y, (h, c))`` as a flat tuple."""
     if not isinstance(results, tuple):
         return (results,)
     y, states = results
@@ -433,7 +437,7 @@ def _side_by_side(results: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _stream_of(tensor: torch.Tensor) -> Iterator[None]:
-    """The tensor's device and PyTorch's current stream there as CuPy's; nothing to do on the CPU."""
+    """Make the tensor's device and PyTorch's current stream there current in CuPy.  Does nothing on the CPU."""
     if tensor.device.type != "cuda":
         yield
         return
@@ -445,7 +449,7 @@ def _stream_of(tensor: torch.Tensor) -> Iterator[None]:
 
 
 class _Stream(NamedTuple):
-    """The protocol by which CuPy takes a stream of others; not every PyTorch has it."""
+    """The protocol by which CuPy accepts foreign streams; not every PyTorch version implements it."""
 
     address: int
 
@@ -454,10 +458,10 @@ class _Stream(NamedTuple):
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as an array."""
+    """Return an array that shares the tensor's memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     bfloat16 = tensor.dtype == torch.bfloat16
-    if bfloat16:  # NumPy and DLPack's users know it by its bits
+    if bfloat16:  # NumPy and DLPack consumers only support its bits
         tensor = tensor.view(torch.int16)
     if tensor.device.type == "cpu":
         array: Any = tensor.numpy()
@@ -471,7 +475,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """The array's memory as a tensor."""
+    """Return a tensor that shares the array's memory."""
     bfloat16 = array.dtype.name == "bfloat16"
     if bfloat16:
         array = array.view(np.int16)

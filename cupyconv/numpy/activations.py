@@ -1,4 +1,4 @@
-"""The activation table of ``cupyconv.problem.activations`` on NumPy arrays: functions, in place, and their derivatives."""
+"""The activations of ``cupyconv.problem.activations`` on NumPy arrays: in-place functions and their derivatives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cupyconv.problem.activations import Activation
 
 
 def _erf(v: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """The error function, into the second array."""
-    from scipy.special import erf  # imported for those who use it
+    """Write the error function of `v` to `out`."""
+    from scipy.special import erf  # imported only if used
 
     return np.asarray(erf(v, out))
 
 
 def activate(v: np.ndarray, activation: Activation) -> None:
-    """Replace every element by its image; what that takes is one array like `v`, and its flags."""
+    """Apply an activation in place; it needs one temporary array like `v`, and a boolean mask."""
     if activation:
         _FUNCTIONS[activation.name](v, v.dtype.type(activation.alpha), v.dtype.type(activation.beta))
 
@@ -115,9 +115,9 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray, np.floating, np.floating], object]] 
 
 
 def derivative(saved: np.ndarray, activation: Activation) -> np.ndarray:
-    """f' at the pre-activation, or from the result where that tells it (`derivative_from_result`).
+    """Return f' at the pre-activation, or from the result if that determines it (`derivative_from_result`).
 
-    An array of bool stands for ones and zeros.  Where a function bends, the flat or the left side counts.
+    A bool array stands for ones and zeros.  At a kink, the derivative is that of the flat side or of the left side.
     """
     return _DERIVATIVES[activation.name](saved, saved.dtype.type(activation.alpha), saved.dtype.type(activation.beta))
 
@@ -156,7 +156,7 @@ def _gelu_derivative(v: np.ndarray, *_: object) -> np.ndarray:
 
 
 def _gelu_tanh_derivative(v: np.ndarray, *_: object) -> np.ndarray:
-    v = np.clip(v, -10, 10)  # flat beyond, where the cube would overflow
+    v = np.clip(v, -10, 10)  # flat beyond; the cube would overflow
     scale, square = v.dtype.type(math.sqrt(8 / math.pi)), v * v
     square *= v.dtype.type(0.044715)
     inner = v * scale * (1 + square)
@@ -164,7 +164,7 @@ def _gelu_tanh_derivative(v: np.ndarray, *_: object) -> np.ndarray:
     square += 1
     square *= v
     square *= scale
-    # (1 + tanh u) / 2 is sigmoid(2 u), which keeps its digits where tanh nears -1, and sigmoid(-2 u) at 1.
+    # sigmoid(2 u) = (1 + tanh u) / 2 keeps its digits if tanh is near -1, and sigmoid(-2 u) if it is near 1.
     square *= _sigmoid(-inner)
     square += 1
     square *= _sigmoid(inner)

@@ -1,6 +1,6 @@
-"""The mean of every window, and its gradient: in equal shares at all of the window's elements.
+"""Average pooling: the mean of every window, and its gradient, in equal shares at all elements of the window.
 
-The gradient goes the way of the sum back: along one axis after the other, a slice for every tap.
+The gradient is the adjoint of the sum, computed along one axis after the other with one slice per tap.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AvgPool(Reduction):
 
     @property
     def shared(self) -> int:
-        """How many taps count, of every window."""
+        """One number per window: how many of its taps count."""
         return prod(self.block[2:])
 
     def part(self, axis: int, run: range) -> Any:
@@ -36,14 +36,14 @@ class AvgPool(Reduction):
         out = out[everywhere([run.out for run in runs])]
         image = self.image(x, dtype, new, runs)
         sums = self.reduced(dtype, new, image, out, runs)
-        means = out if out.dtype == dtype else sums  # of 16-bit images a copy that may be written to
+        means = out if out.dtype == dtype else sums  # for 16-bit images, `sums` is a writable copy
         np.divide(sums, _outer("taps", counts, dtype, new), out=means)
         if means is not out:
             out[...] = means
 
 
 class AvgPoolGradient(Adjoint):
-    """Each window's gradient, in equal shares at all its elements."""
+    """The gradient of each window, added in equal shares to all its elements."""
 
     problem: AvgPoolGradientProblem
 
@@ -53,7 +53,10 @@ class AvgPoolGradient(Adjoint):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """Shares of every window; their sums along one axis, and then another; widened: of all three, or rounded shares."""
+        """Shares of every window, and their sums along one axis, and then along another.
+
+        If widened, also the sums along all three axes, or rounded shares.
+        """
         elements, over = self.block[2:], most_windows(self.problem.windows, self.block[2:])
         partial = elements[0] * over[1] * over[2] + elements[0] * elements[1] * over[2]
         return prod(over) + partial + prod(
@@ -62,7 +65,7 @@ class AvgPoolGradient(Adjoint):
 
     @property
     def shared(self) -> int:
-        """How many taps count, of every window."""
+        """One number per window: how many of its taps count."""
         return prod(most_windows(self.problem.windows, self.block[2:]))
 
     def part(self, axis: int, run: range) -> Any:
@@ -78,7 +81,7 @@ class AvgPoolGradient(Adjoint):
         shares[...] = over
         shares /= _outer("taps", counts, dtype, new)
         once = windows_are_apart(self.problem.windows)
-        if once and out.dtype != dtype:  # nothing is added: rounded before there are many
+        if once and out.dtype != dtype:  # nothing is added: round the shares while they are few
             dtype = out.dtype
             shares = in_dtype("rounded", shares, dtype, new)
         for axis, run in enumerate(runs):
@@ -98,12 +101,12 @@ class AvgPoolGradient(Adjoint):
 
 
 def _counts(problem: MeanProblem, axis: int, outputs: range) -> np.ndarray:
-    """How many taps count along an axis, of a run of windows, in a shape that goes along this axis of an image."""
+    """How many taps of each window in a run count along an axis, in a shape that broadcasts with an image."""
     return np.array([problem.count(axis, output) for output in outputs]).reshape(-1, *(1,) * (2 - axis))
 
 
 def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArray) -> np.ndarray:
-    """The product of what counts along each axis, for every window."""
+    """The product of the counts along all axes, for every window."""
     taps = new(name, (1, 1, *(along.size for along in counts)), dtype)
     taps[...] = counts[0]
     for along in counts[1:]:

@@ -1,6 +1,6 @@
 """NumPy's side of the backend interface: allocate, describe, plan, run.
 
-And what every step of its plans is, and the memory that steps write beside results.
+This module also defines the base class of all steps, and the scratch memory that steps write in addition to results.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 ProblemT = TypeVar("ProblemT", bound=Problem)
 Views = TypeVar("Views")
 
-#: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
+#: Cautious operations and bytes per second of a core, and seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
 _WORTH_WAKING = 150e-6
-#: The same of a recurrent layer, whose planner finds out what another thread can do.
+#: The same for a recurrent layer, whose planner finds out how another thread can help.
 _WORTH_SHARING_STEPS = 2e-3
-#: Threads that plans are made for at most, however many are asked for.
+#: Largest number of threads that plans are made for, even if more are requested.
 MOST_THREADS = 64
-#: Contexts that are kept: as many as threads that are likely to call at the same time.
+#: Number of cached contexts: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
-#: Buffers of a context or a thread, and blocks' views of these, that are kept at the most: some kilobytes each, of more layers
-#: than most networks have.
+#: Largest number of buffers, and of blocks' views of them, that a context or thread caches.  They need some kilobytes
+#: each, and are enough for more layers than most networks have.
 _KEPT_VIEWS = 128
-#: Calls of a turn of a loop over small blocks whose calls are not counted.
+#: Calls per turn of a loop over small blocks whose calls are not counted.
 TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")
 
 
 @dataclass(frozen=True)
 class NumpyStep:
-    """A loop that solves a problem; a subclass has the sizes that were decided, prints itself and runs itself."""
+    """A loop that solves a problem; a subclass holds the chosen sizes, prints itself and runs itself."""
 
     problem: Problem
 
@@ -63,22 +63,22 @@ class NumpyStep:
 
     @property
     def seconds(self) -> float:
-        """What it takes by the model of `cost`; 0 where there is nothing to choose."""
+        """Estimated time by the model of `cost`; 0 if there is nothing to choose."""
         return 0.0
 
     @property
     def turns(self) -> int:
-        """How often something is computed in turn; 0 where there is no loop to tell of."""
+        """Number of turns of the loop; 0 if there is no loop to report."""
         return 0
 
     @property
     def calls(self) -> float:
-        """Calls of NumPy, or what of Python takes as long, of which Python makes one after the other."""
+        """NumPy calls that Python makes one after another, or Python code that takes as long."""
         return self.turns * TURN_CALLS
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay from run to run, of what is made of arguments that never change."""
+        """Bytes that are cached between runs, of arrays that are made from constant arguments."""
         return 0
 
     @property
@@ -86,7 +86,7 @@ class NumpyStep:
         return self
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the step; here is where it sets up what all runs share."""
+        """Return a function that runs the step; the setup that all runs share happens here."""
         return self.run
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -95,54 +95,54 @@ class NumpyStep:
 
 
 def seconds_of(steps: Iterable[Step]) -> float:
-    """What steps of this backend take by the model of `cost`, one after the other."""
+    """Estimated time of this backend's steps, one after another."""
     return sum(step.seconds for step in cast("Iterable[NumpyStep]", steps))
 
 
-# --- memory that steps write ----------------------------------------------------------------------------------
+# --- scratch memory -------------------------------------------------------------------------------------------
 
 
 #: Bytes of a cache line, which is as long as the longest vector.
 LINE = 64
-#: Cache lines from row to row whose multiples bring rows to a few places of the innermost cache, of which it has 64.
+#: Rows that are a multiple of this many cache lines apart share few sets of the innermost cache, which has 64.
 FEW_PLACES = 16
 
 
 def whole_lines(elements: int, itemsize: int) -> int:
-    """As many whole cache lines as have room for elements of so many bytes, in elements."""
+    """Return the number of elements in the fewest whole cache lines that hold `elements` elements."""
     line = LINE // itemsize
     return -(-elements // line) * line
 
 
 def lines_apart(elements: int, itemsize: int) -> int:
-    """The same for rows that follow each other: one more where the same part of many would share few places in the cache."""
+    """Like `whole_lines`, for adjacent rows: one line more if the same part of many rows shared few cache sets."""
     line = LINE // itemsize
     lines = -(-elements // line)
     return (lines + (lines % FEW_PLACES == 0)) * line
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Memory that begins where a cache line does: products that are not packed read it in half as many loads."""
+    """Return memory that starts at a cache line: products without packing read it in half as many loads."""
     memory = np.empty(nbytes + LINE, np.uint8)
     first = -memory.__array_interface__["data"][0] % LINE
     return memory[first : first + nbytes]
 
 
 class _Buffers(dict[Any, Any]):
-    """What one call at a time writes, by name, and views of it; a class, so that it can be referred to weakly."""
+    """Buffers that one call at a time writes, by name, and views of them; a class, to allow weak references."""
 
     def give_back(self, name: str) -> None:
-        """The buffer of that name, if there is one, and all views: one may be of it."""
-        for key in self.copy():  # at once: another thread may give all back meanwhile
+        """Release the buffer of that name, if there is one, and all views, since any may be of this buffer."""
+        for key in self.copy():  # a copy: another thread may release all meanwhile
             if type(key) is not str:
                 self.pop(key, None)
         self.pop(name, None)
 
 
 class Scratch:
-    """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
+    """Uninitialised arrays by name, separate for each thread; an array overwrites the previous one of its name.
 
-    Of a single round nothing is kept: its arrays are fresh.
+    If there is a single round, nothing is cached: its arrays are newly allocated.
     """
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
@@ -151,7 +151,7 @@ class Scratch:
 
     @property
     def _buffers(self) -> _Buffers | None:
-        """Those that are kept, this thread's."""
+        """This thread's cached buffers; None if nothing is cached."""
         if self._of_thread is None:
             return None
         buffers: _Buffers | None = getattr(self._of_thread, "buffers", None)
@@ -160,7 +160,7 @@ class Scratch:
         return buffers
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
-        """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
+        """Return this thread's C-contiguous array of that name; `dtype` overrides that of the scratch memory."""
         dtype = dtype or self.dtype
         nbytes = prod(shape) * dtype.itemsize
         buffers = self._buffers
@@ -168,7 +168,7 @@ class Scratch:
         if buffer is None or buffer.size < nbytes:
             buffer = None
             if buffers is not None:
-                buffers.give_back(name)  # before another is had
+                buffers.give_back(name)  # before another one is allocated
             buffer = aligned_bytes(nbytes)
             if buffers is not None and self._may_keep(buffer):
                 buffers[name] = buffer
@@ -178,9 +178,9 @@ class Scratch:
         return True
 
     def views(self, of: Any, size: Hashable, names: Sequence[str], make: Callable[[], Views]) -> Views:
-        """What is made of this thread's arrays of these names, for an object and a block: once, while these stay.
+        """Return what `make` returns for an object and a block, cached while this thread's arrays of these names stay.
 
-        To make a dozen views takes Python as long as a product of a small block takes BLAS.
+        Making a dozen views takes Python as long as the product of a small block takes BLAS.
         """
         buffers, key = self._buffers, (id(of), size)
         kept = None if buffers is None else buffers.get(key)
@@ -195,10 +195,10 @@ class Scratch:
 
 
 class KeptScratch(Scratch):
-    """Uninitialised arrays that are kept from call to call, as far as the budget of all that is kept allows.
+    """Uninitialised arrays that are cached between calls, as far as the budget of all caches allows.
 
-    A call on NumPy has a context that no other call is in (`NumpyBackend.within`), also one that a signal's handler makes in
-    the midst of another; and so has a worker.  Arrays are a context's.
+    A call on NumPy has a context that no other call uses (`NumpyBackend.within`), even if a signal handler makes it
+    within another call.  A worker has its own context too.  Arrays belong to a context.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -224,15 +224,15 @@ class KeptScratch(Scratch):
         return True
 
     def _give_back(self) -> None:
-        """Those of all contexts; a call under way has its arrays as long as it needs them."""
-        for reference in self._all.valuerefs():  # a list, that other threads may go on
+        """Release the buffers of all contexts; a running call holds its arrays as long as it needs them."""
+        for reference in self._all.valuerefs():  # a list: other threads may run on
             if (buffers := reference()) is not None:
                 buffers.clear()
 
 
 @cache
 def kept_scratch(dtype: np.dtype) -> KeptScratch:
-    """Memory that stays from call to call."""
+    """Return the memory that is cached between calls."""
     return KeptScratch(dtype)
 
 
@@ -240,32 +240,32 @@ def kept_scratch(dtype: np.dtype) -> KeptScratch:
 
 
 class NumpyBackend:
-    """Arrays of NumPy on the host."""
+    """NumPy arrays on the host."""
 
     name = "numpy"
 
     def __init__(self) -> None:
-        #: Whose number of threads is the default; None until a problem is large enough for more than one.
+        #: BLAS, whose number of threads is the default; None until a problem is large enough for several.
         self._blas: Blas | None = None
-        #: Contexts in which NumPy's warnings are silenced, that no call is in.
+        #: Contexts with silenced NumPy warnings that no call is using.
         self._silent: deque[Context] = deque(maxlen=_IDLE_CONTEXTS)
 
     def machine(self, threads: int | None) -> HostModel:
-        """The processor plans are made for."""
+        """Return the processor that plans are made for."""
         return HostModel(min(threads or 0, MOST_THREADS))
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which plans run: NumPy's floating-point warnings are silenced."""
+        """Return a context in which plans run: NumPy's floating-point warnings are silenced."""
         return np.errstate(all="ignore")
 
     def within(self, function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> Any:
-        """What a function returns for these arrays in the `current` context.
+        """Return what a function returns for these arrays in the `current` context.
 
-        To enter a context that was set up before takes a fifth of the time.
+        Entering a context that was set up before takes a fifth of the time.
         """
         try:
             silent = self._silent.pop()
-        except IndexError:  # the first call, one beside another, or one within another
+        except IndexError:  # the first call, a concurrent one, or one within another
             silent = Context()
             silent.run(np.seterr, all="ignore")
         try:
@@ -274,11 +274,11 @@ class NumpyBackend:
             self._silent.append(silent)
 
     def address(self, array: Any) -> int:
-        """The address of the array's first element."""
+        """Return the address of the array's first element."""
         return array.ctypes.data
 
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
-        """Whether those at the places `outs` may be written, own their memory, and no other array lies in it."""
+        """Whether the arrays at the places `outs` are writeable, own their memory, and share it with no other array."""
         for place in outs:
             out = arrays[place]
             flags, times = out.flags, 0
@@ -288,54 +288,54 @@ class NumpyBackend:
                 base = array.base
                 if base is None:
                     times += array is out
-                elif base is out or type(base) is not np.ndarray or not base.flags.owndata:  # who knows whose it is
+                elif base is out or type(base) is not np.ndarray or not base.flags.owndata:  # the owner is unknown
                     return False
             if times > 1:
                 return False
         return True
 
     def plain(self, array: Any) -> Any:
-        """The array; of a subclass, whose arithmetic may be another, its elements as an array of NumPy's own."""
+        """Return the array; a subclass, whose arithmetic may differ, is viewed as a plain NumPy array."""
         return array if type(array) is np.ndarray else np.ndarray.view(array, np.ndarray)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An uninitialised C-ordered array."""
+        """Return an uninitialised C-contiguous array."""
         return np.empty(shape, dtype)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """An array in the host's memory as one of this backend's."""
+        """Return an array in host memory as one of this backend."""
         return array
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:
-        """A C-ordered copy in `dtype`: of the real parts where that is real."""
+        """Return a C-contiguous copy in `dtype`; of the real parts if `dtype` is real."""
         with np.errstate(all="ignore"):
             return np.array(array if dtype.kind == "c" else array.real, dtype, order="C")
 
     def own_copy(self, array: Any) -> Any:
-        """A C-ordered copy that nobody can change."""
+        """Return a C-contiguous, read-only copy."""
         copy = np.array(array, order="C")
         copy.flags.writeable = False
         return copy
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
-        """What a plan depends on of arrays of this class; none depends on an address."""
+        """Return what a plan depends on: the threads of BLAS and the arrays' layouts, but no address."""
         return self._blas and self._blas.threads, *map(_layout_of, arrays)
 
     def plan(self, problem: Problem) -> Plan:
-        """How a problem runs here; ValueError where a named method does not apply."""
+        """Plan a problem; raise ValueError if a named method does not apply."""
         if problem.host.threads > 1:
-            self._look_for_blas()  # which may have fewer: a plan depends on it, and so does `signature` from now on
+            self._look_for_blas()  # BLAS may have fewer: the plan depends on it, and `signature` does from now on
         return _plan(problem if problem.host.threads else self._with_threads(problem))
 
     def _with_threads(self, problem: ProblemT) -> ProblemT:
-        """The problem for as many threads as are worth waking; the layers of a chain each for their own."""
+        """Return the problem with as many threads as are worth waking; each layer of a chain has its own number."""
         if isinstance(problem, problems.ChainProblem):
             problem = replace(problem, layers=tuple(map(self._with_threads, problem.layers)))
         threads = self._threads_for(problem)
         return replace(problem, machine=HostModel(threads, most=threads))
 
     def _threads_for(self, problem: Problem) -> int:
-        """As many threads as NumPy's BLAS would use, or as may be worth waking."""
+        """Return the number of threads that are worth waking, at most that of NumPy's BLAS."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
         if isinstance(problem, recurrence.RecurrentProblem):
             worth_waking = int(seconds / _WORTH_SHARING_STEPS) and MOST_THREADS
@@ -347,13 +347,13 @@ class NumpyBackend:
 
     def _look_for_blas(self) -> Blas:
         if self._blas is None:
-            from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
+            from cupyconv.numpy.threads import BLAS  # searches for BLAS libraries: not for small problems
 
             self._blas = BLAS
         return self._blas
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name, in the `current` context."""
+        """Return a function that runs the plan on arguments and results by name, in the `current` context."""
         runs = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
         if len(runs) == 1:
             return runs[0]
@@ -366,7 +366,7 @@ class NumpyBackend:
 
 
 def _plan(problem: Problem) -> Plan:
-    # Imported when first asked for: most programs have a few kinds of problem.
+    # Imported on first use: most programs have few kinds of problems.
     match problem:
         case problems.ConvProblem():
             from cupyconv.numpy.convolution import plan_conv

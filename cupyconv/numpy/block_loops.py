@@ -1,11 +1,11 @@
-"""Loops over blocks: what every way to run a method is, and how blocks are cut.
+"""Loops over blocks: the base of every implementation of a method, and how blocks are cut.
 
-A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  A loop knows how large its
-blocks are, what memory one takes, what all of them take by the model of `cost`, and how many threads share them.  Blocks
-are disjoint, so threads may take them in any order and every bit stays the same.
+A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  A loop states the size of
+its blocks, the memory of one block, the estimated time of all blocks (see `cost`) and the number of threads that share
+them.  Blocks are disjoint, so threads may compute them in any order and every bit stays the same.
 
-The sizes of blocks were measured on machines with 1 and 2 MiB of L2 cache per core (``tests/benchmarks``): a product
-wants as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
+The block sizes were measured on machines with 1 and 2 MiB of L2 cache per core (``tests/benchmarks``).  A product needs
+as many columns as the cache holds.  Memory-bound work needs a block that stays in L2.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProble
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
-#: Pixels below which a block of columns is not cut: the products would be vectors.
+#: Pixels below which a block of columns is not cut, because the products would be vectors.
 SMALLEST_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class BlockLoop(NumpyStep):
-    """A loop over blocks of a problem, each finished while in cache; a subclass is a way to run a method."""
+    """A loop over blocks of a problem, each computed while in cache; a subclass is an implementation of a method."""
 
     name: ClassVar[str]
-    #: What is done; "{taps}" stands for those along the kernel's outermost axis.
+    #: What the loop does; "{taps}" stands for the number of taps along the kernel's outermost axis.
     words: ClassVar[str]
 
     problem: ProductsProblem
@@ -57,31 +57,31 @@ class BlockLoop(NumpyStep):
     @classmethod
     @abstractmethod
     def applies(cls, problem: Any) -> bool:
-        """Whether this is a way to do it."""
+        """Whether this implementation supports the problem."""
 
     @classmethod
     @abstractmethod
     def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
-        """What runs, and bytes of workspace by name; NotApplicable where the smallest block does not fit the limit."""
+        """Return the loops and workspace bytes by name; raise NotApplicable if the smallest block exceeds the limit."""
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        """What is done, in words."""
+        """Describe in words what the loop does."""
         return cls.words.format(taps=geometry.kernel[geometry.outermost])
 
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """How many there are."""
+        """Number of blocks."""
 
     @property
     @abstractmethod
     def work(self) -> float:
-        """Seconds of one thread for all blocks, in the loops of NumPy and of BLAS: by the model of `cost`, as all here."""
+        """Seconds of one thread for all blocks, in NumPy's and BLAS's own loops; all times are estimates of `cost`."""
 
-    #: Calls of NumPy for a turn, or what of Python takes as long.
+    #: NumPy calls per turn of the loop, or Python code that takes as long.
     turn_calls: ClassVar[float] = 10
-    #: How much longer the work of a thread takes where others work too.
+    #: Factor by which a thread's work slows down while other threads work.
     beside_others: ClassVar[float] = cost.BESIDE_OTHERS
 
     @property
@@ -90,7 +90,7 @@ class BlockLoop(NumpyStep):
 
     @property
     def shares(self) -> int:
-        """Parts that threads take one after the other."""
+        """Number of parts that threads compute one after another."""
         return self.blocks
 
     @cached_property
@@ -98,29 +98,29 @@ class BlockLoop(NumpyStep):
         return self.seconds_on(self.threads)
 
     def seconds_on(self, threads: int) -> float:
-        """What it takes where so many threads take its blocks."""
+        """Estimated time if `threads` threads share the blocks."""
         work, calls = self._price
         return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads, self.beside_others)
 
     @property
     def first_work(self) -> float:
-        """What of the work one thread does, before all blocks."""
+        """Part of the work that one thread does before all blocks."""
         return 0.0
 
     @cached_property
     def _price(self) -> tuple[float, float]:
-        """Seconds of one thread, and calls."""
+        """Estimated seconds of one thread, and number of calls."""
         return self.work + self.fresh_work, self.calls
 
     @property
     def fresh_work(self) -> float:
-        """What the first touch of all threads' workspace takes, which a call has from the system anew, or out of cache."""
+        """Estimated time of the first touch of all threads' workspace, which is newly allocated or not in cache."""
         return cost.touched(self.threads * self.workspace)
 
     @property
     @abstractmethod
     def workspace(self) -> int:
-        """Bytes for one block."""
+        """Bytes of workspace for one block."""
 
     @cached_property
     def threads(self) -> int:
@@ -128,13 +128,13 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def holds_blas(self) -> bool:
-        """Whether products have one thread of BLAS, as the loop has."""
+        """Whether BLAS is held at one thread during products, because the loop has one thread."""
         problem = self.problem
         return cost.holds_blas(self.threads, problem.host, self.largest_product, cost.divided_from(problem))
 
     @property
     def largest_product(self) -> int:
-        """Multiply-adds of a matrix product, at most."""
+        """Upper bound of the multiply-adds of one matrix product."""
         return self.geometry.products
 
     @cached_property
@@ -147,20 +147,20 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def x_dtype(self) -> np.dtype:
-        """The dtype of images in products."""
+        """Dtype of the images in products."""
         return dtype_from_name(accumulator(self.problem.x_dtype))
 
     @cached_property
     def factor_dtype(self) -> np.dtype:
-        """The dtype of what images are multiplied with."""
+        """Dtype of the factor that images are multiplied with."""
         return dtype_from_name(accumulator(self.problem.factor_dtype))
 
 
 class PixelLoop(BlockLoop):
     """A loop over blocks of samples and pixels.
 
-    `block` cuts the (sample, depth, height, width) axes of the convolution's result: whole inner axes, part of one, single
-    steps of the outer ones, so that a block is one run of samples or of pixels.
+    `block` cuts the (sample, depth, height, width) axes of the convolution's result: inner axes are whole, one axis is
+    cut, and outer axes have length 1.  So a block is one run of samples or of pixels.
     """
 
     #: Pixels below which a block is not cut.
@@ -171,33 +171,33 @@ class PixelLoop(BlockLoop):
     @classmethod
     @abstractmethod
     def aim(cls, problem: Any) -> tuple[int, int]:
-        """Pixels that a block should have, and the most samples."""
+        """Return the number of pixels that a block should have, and the largest number of samples."""
 
     @cached_property
     @abstractmethod
     def in_place(self) -> bool:
-        """Whether the sums are computed where the result lies."""
+        """Whether the sums are computed in the result itself."""
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index arrays by which a block reads the borders of a padding mode, and of what makes one."""
+        """Bytes of the index arrays through which a block reads the borders of a padding mode, with temporaries."""
         if self.geometry.padding_mode == "constant":
             return 0
         return INDEX_ARRAYS * INDEX_BYTES * max(tile_size(self.geometry, self.block[1:]))
 
     @cached_property
     def part(self) -> int:
-        """Groups that are computed at a time, so that they stay in cache."""
+        """Number of groups computed at a time, so that they stay in cache."""
         return self.geometry.groups
 
     @classmethod
     def sharers(cls, problem: Any) -> int:
-        """Threads that pixels are divided among."""
+        """Return the number of threads that share the pixels."""
         return int(problem.host.threads)
 
     @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
-        """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
+        """Return a loop with blocks of about the target size, or the largest that fit the limit with `fixed` bytes."""
 
         def needed(block: BlockSize) -> int:
             loop = cls(problem, block)
@@ -210,7 +210,7 @@ class PixelLoop(BlockLoop):
 
     @cached_property
     def inputs(self) -> list[tuple[str, slice]]:
-        """The name of each input, and its channels of their concatenation."""
+        """Name of each input, and its slice of the concatenated channels."""
         geometry = self.geometry
         starts = zip(self.problem.xs, geometry.channel_offsets, geometry.channels)
         return [(x.name, slice(first, first + count)) for x, first, count in starts]
@@ -223,7 +223,7 @@ class PixelLoop(BlockLoop):
 
     @cached_property
     def rounds(self) -> int:
-        """Times that scratch memory is filled."""
+        """Number of times that scratch memory is filled."""
         return self.blocks * -(-self.geometry.groups // self.part)
 
     @property
@@ -232,7 +232,7 @@ class PixelLoop(BlockLoop):
 
     @property
     def tile_work(self) -> float:
-        """What it takes to read all tiles; none is copied where no border is read."""
+        """Estimated time to copy all tiles; none is copied without padding and without a change of dtype."""
         geometry, x = self.geometry, self.problem.xs[0] if self.problem.xs else None
         if not any(geometry.before + geometry.after) and x is not None and x.dtype == self.x_dtype.name:
             return 0.0
@@ -240,7 +240,7 @@ class PixelLoop(BlockLoop):
         return cost.copied(self.blocks * prod(shape), shape[4], self.problem.x_dtype)
 
     def columns_work(self, elements: float) -> float:
-        """What it takes to write so many elements of columns."""
+        """Estimated time to write this number of elements of columns."""
         return cost.copied(elements, self.block[3], self.problem.x_dtype, self.geometry.stride[2] > 1)
 
     @cached_property
@@ -251,12 +251,12 @@ class PixelLoop(BlockLoop):
     def transform_of(self) -> Callable[[Mapping[str, Any]], Transform] | None:
         if not self.problem.prologue:
             return None
-        from cupyconv.numpy.prologue import transform_of  # imported for those that have one
+        from cupyconv.numpy.prologue import transform_of  # imported only if there is a prologue
 
         return partial(transform_of, self.problem.prologue, dtype=self.x_dtype)
 
     def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
-        """The inputs of a run."""
+        """Return the inputs of a run."""
         transform = self.transform_of(arrays) if self.transform_of else None
         return Images([(five_axes(arrays[name]), channels) for name, channels in self.inputs], scratch, transform)
 
@@ -279,9 +279,9 @@ def largest_block(
     most_samples: int,
     on_top: int = 0,
 ) -> BlockSize:
-    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes.
+    """Return a block of about `target` pixels, or the largest below it that needs no more than `limit` bytes.
 
-    Of these `on_top` are beyond the caller's limit, see `Problem.limit_with`, and a refusal does not count them.
+    `on_top` of these bytes exceed the caller's limit (see `Problem.limit_with`).  A refusal does not count them.
     """
     smallest = max(1, min(smallest, geometry.pixels))
     pixels = max(smallest, target)
@@ -298,7 +298,7 @@ def largest_block(
 
 
 def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
-    """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
+    """Return pixels per block, about `most`, so that threads have equally many blocks: whole steps of the cut axis."""
     _, height, width = geometry.out_size
     pixels = geometry.batch * geometry.pixels
     blocks = threads * -(-pixels // (threads * max(1, most)))
@@ -308,7 +308,7 @@ def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
 
 
 def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
-    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
+    """Return a block of at most `pixels` pixels: whole samples, or part of one along the outermost axis to be cut."""
     depth, height, width = geometry.out_size
     if pixels >= geometry.pixels:
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
@@ -317,7 +317,7 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
 
 
 def even_channels(geometry: ConvGeometry, most: int) -> int:
-    """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
+    """Return at most `most` channels that divide all channels evenly: whole groups, or part of one group."""
     if most < geometry.group_channels:
         return even_part(geometry.group_channels, most)
     return even_part(geometry.groups, most // max(1, geometry.group_channels)) * geometry.group_channels

@@ -1,7 +1,8 @@
-"""A chain of convolutions: the choice, and one layer after the other.
+"""A chain of convolutions: the choice between fused and unfused, and the loop over one layer after the other.
 
-Layer by layer, each layer is planned as a call of `conv` is, for as many samples at a time as leave it memory; or tiles of
-rows go through all layers (`chain_fused`).  Both are priced by the model that `conv` chooses by, and what takes less is taken.
+Unfused, each layer is planned like a call of `conv`, for as many samples at a time as leave it enough memory.  Fused,
+tiles of rows go through all layers (`chain_fused`).  The cost model of `conv` estimates the time of both, and the
+faster one is chosen.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
-#: How much longer tiles may take than layers whose images pass the limit on workspace.
+#: Factor by which tiles may take longer than layers whose images exceed the workspace limit.
 BEYOND_LIMIT = 1.05
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
 class _Way(NamedTuple):
-    """A plan, the seconds that it takes, and whether it keeps within the limit."""
+    """A plan, its estimated seconds, and whether it stays within the workspace limit."""
 
     plan: Plan
     seconds: float
@@ -40,7 +41,7 @@ class _Way(NamedTuple):
 
 
 def plan_chain(problem: ChainProblem) -> Plan:
-    """The plan of a chain; ValueError where ``fuse=True`` and nothing can be fused, or nothing fits the limit."""
+    """Plan a chain; ValueError if ``fuse=True`` and nothing can be fused, or if nothing fits the limit."""
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
     if problem.layers[-1].out.nbytes == 0:
         return problem.planned((), method="unfused", reason="the result is empty", notes=_notes(problem))
@@ -62,7 +63,7 @@ def plan_chain(problem: ChainProblem) -> Plan:
 
 
 def _fused(problem: ChainProblem) -> _Way:
-    """Tiles that go through all layers."""
+    """Plan tiles that go through all layers."""
     loop, sizes, seconds = plan_fused(problem)
     samples, rows = loop.tile
     reason = f"tiles of {counted(samples, 'sample')} x {counted(rows, 'row')} go through all layers"
@@ -97,9 +98,9 @@ def _notes(problem: ChainProblem) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayersLoop(NumpyStep):
-    """Layers one after the other, so many samples at a time, each as a call of `conv` would run it.
+    """Layers one after the other, `samples` samples at a time, each run like a call of `conv`.
 
-    `plans` has, for each number of samples that is computed at a time, a plan for each layer.
+    `plans` has a tuple of plans, one per layer, for each number of samples that is computed at a time.
     """
 
     problem: ChainProblem
@@ -112,7 +113,7 @@ class LayersLoop(NumpyStep):
 
     @property
     def times(self) -> int:
-        """How often some samples go through all layers."""
+        """Number of times that a part of the samples goes through all layers."""
         return -(-self.problem.layers[-1].geometry.batch // self.samples)
 
     @cached_property
@@ -171,17 +172,17 @@ class LayersLoop(NumpyStep):
 
 
 class _LayerRun(NamedTuple):
-    """What runs a layer: its steps, its arrays and what these are called in the chain, and where its result lies in memory."""
+    """One layer at run time: its steps, the names of its arrays, and how to place its result in memory."""
 
     steps: list[Callable[[Mapping[str, Any]], None]]
-    fixed: list[tuple[str, str]]
-    residual: str
-    name: str
-    image: Callable[[np.ndarray], np.ndarray] | None
+    fixed: list[tuple[str, str]]  # arguments by their names in the layer and in the chain
+    residual: str  # its name in the chain
+    name: str  # the name of the result
+    image: Callable[[np.ndarray], np.ndarray] | None  # makes the result from memory; None for the chain's result
 
 
 def _layer_runs(layers: Sequence[ConvProblem], plans: Sequence[Plan]) -> list[_LayerRun]:
-    """The last layer's result is the chain's."""
+    """Prepare layers to run; the last layer's result is the chain's."""
     runs = []
     for i, (layer, plan) in enumerate(zip(layers, plans)):
         steps = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
@@ -193,9 +194,9 @@ def _layer_runs(layers: Sequence[ConvProblem], plans: Sequence[Plan]) -> list[_L
 
 
 def _unfused(problem: ChainProblem) -> _Way:
-    """Layer by layer, of as many samples at a time as leave the loops what they need.
+    """Plan layer by layer, for as many samples at a time as leave the loops enough memory.
 
-    Where the images of one sample leave too little, they come on top of the limit.
+    If the images of one sample leave too little, they are allocated on top of the workspace limit.
     """
     limit, batch = problem.limit, problem.layers[-1].geometry.batch
     one = sum(_slot_bytes(_of_samples(problem.layers, 1)))
@@ -210,7 +211,10 @@ def _unfused(problem: ChainProblem) -> _Way:
 
 
 def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool) -> _Way:
-    """So many samples at a time; the images between count against the limit, or come on top of it."""
+    """Plan `samples` samples at a time.
+
+    The images between layers count against the workspace limit if `beside_images`.  Otherwise they come on top of it.
+    """
     between = _slot_bytes(_of_samples(problem.layers, samples))
     limit = problem.limit - sum(between) * beside_images
     if limit < 0:
@@ -235,7 +239,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
 
 
 def _of_samples(layers: Sequence[ConvProblem], count: int) -> tuple[ConvProblem, ...]:
-    """The layers for some of the samples."""
+    """The layers for `count` of the samples."""
     return tuple(
         replace(
             layer,
@@ -249,7 +253,7 @@ def _of_samples(layers: Sequence[ConvProblem], count: int) -> tuple[ConvProblem,
 
 
 def _slot_bytes(layers: Sequence[ConvProblem]) -> list[int]:
-    """Bytes of the memory, at most two pieces, that the images between take turns in."""
+    """Bytes of the buffers, at most two, that the images between layers use in turn."""
     sizes = [layer.out.nbytes for layer in layers[:-1]]
     return [max(sizes[first::2]) for first in range(min(2, len(sizes)))]
 
@@ -260,5 +264,5 @@ def _layout(image: Operand) -> tuple[tuple[int, ...], np.dtype, tuple[int, ...]]
 
 
 def _image(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...], memory: np.ndarray) -> np.ndarray:
-    """An image of five axes in this memory."""
+    """An image with five axes in this memory."""
     return np.ndarray(shape, dtype, memory, 0, strides)

@@ -1,12 +1,12 @@
 """A chain of convolutions by tiles: runs of rows that go through all layers while they are in cache.
 
-A tile is some rows of one sample, or of some samples where an image is small; `chain_tiles` says which rows of each image
-these need.  Every part of a tile is a convolution of its own, whose loop is planned as that of any other: once for the rows
-that a layer adds in most tiles, and for others, at the ends of images, the same way.
+A tile is some rows of one sample, or of several samples if an image is small.  `chain_tiles` computes which rows of
+each image a tile needs.  Every part of a tile is a convolution of its own, and its loop is planned like any other.  The
+rows that a layer adds in most tiles determine the implementation, which the parts at the ends of images use too.
 
-What fusing saves is the way of the images between to memory and back.  What it costs are calls of NumPy, several for
-every part of every tile, and the rows that bands share.  All is counted in seconds by the model that `conv` chooses by, and
-the tile taken that takes least.
+Fusing saves writing intermediate images to memory and reading them back.  It costs several NumPy calls for every
+part of every tile, and the rows that bands share.  The cost model of `conv` estimates all of this in seconds, and the
+tile with the least estimated time is chosen.
 """
 
 from __future__ import annotations
@@ -31,38 +31,40 @@ from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable
 
-#: Bytes of intermediate rows in a tile, at the most: about a core's cache.
+#: Most bytes of intermediate rows in a tile: about a core's cache.
 TILE_BYTES = 5 << 19
-#: Halves of such tiles that are priced too, where all fit the limit.
+#: How many times the tile is halved to estimate the time of smaller tiles too, if all fit the limit.
 _HALVES = 3
-#: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
+#: Tiles of a band up to which they are cached from run to run: computing them bounds the time of a chain with few
+#: tiles.
 _KEPT_TILES = 16
-#: Kinds of parts for each layer, and tiles that are tried, at the most: so planning is bounded.
+#: Most kinds of parts per layer, and most tiles that are tried, so that the time of planning is bounded.
 _MOST_PARTS, _MOST_TRIED = 12, 10
-#: How much longer tiles take than the loops of their parts: each is another convolution than the one before.
+#: Factor by which tiles take longer than the loops of their parts: each part is another convolution than the previous
+#: one.
 TILES = 1.1
-#: How much less one thread must take than several.
+#: Factor by which the estimated time of one thread must be less than that of several threads.
 _ALONE = 1.1
-#: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
+#: Fewest rows of an axis that tiles are cut along: on a shorter axis, most windows reach beyond the ends.
 _LEAST_ROWS = 32
 
-#: What Python does for a part of a tile beside its loop takes as long as so many calls of NumPy.
+#: Overhead of Python for a part of a tile, in addition to its loop, in NumPy calls.
 PART_CALLS = 12
 
 # --- plans ----------------------------------------------------------------------------------------------------
 
-#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+#: Rows that a layer adds to its result, and the loop that computes them; None if a layer has no channels.
 Part = tuple[Piece, ConvLoop | None]
 
 
 @dataclass(frozen=True)
 class ChainLoop(NumpyStep):
-    """A chain: runs of rows, each through all layers one after the other.
+    """A chain as runs of rows, each of which goes through all layers.
 
-    `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
-    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops`
-    has, for each layer, one loop for every geometry that its part of a tile may have: at the edges of the image
-    a part has padding, and the last one may have fewer rows.
+    `tile` is the number of samples, and of rows of the last layer's result along `axis`.  The rows are first divided
+    into `bands`, which are independent.  `held` is the number of rows of each other layer's result that are in memory
+    at a time.  `loops` has, for each layer, one loop for every geometry that its part of a tile may have.  At the edges
+    of the image a part has padding, and the last part may have fewer rows.
     """
 
     problem: ChainProblem
@@ -82,7 +84,7 @@ class ChainLoop(NumpyStep):
 
     @cached_property
     def sample_counts(self) -> list[int]:
-        """The numbers of samples that tiles have: one, or two where the last have fewer."""
+        """Numbers of samples that tiles have: one number, or two if the last tiles have fewer samples."""
         most, batch = self.tile[0], self.layers[-1].batch
         return [count for count in (min(most, batch), batch % most) if count]
 
@@ -110,7 +112,7 @@ class ChainLoop(NumpyStep):
 
     @cached_property
     def holds_blas(self) -> bool:
-        """Whether one thread's products have one thread of BLAS; several threads' always have."""
+        """Whether BLAS uses one thread if the loop has one; it always does if the loop has several."""
         return self.threads == 1 and any(loop.holds_blas for loops in self.loops for loop in loops)
 
     @cached_property
@@ -123,12 +125,12 @@ class ChainLoop(NumpyStep):
 
     @cached_property
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
-        """The tiles of bands that have few."""
+        """The tiles of bands that have few tiles."""
         bands = product(self.sample_counts, self.row_ranges)
         return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
 
     def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
-        """The tiles of a band, in order: a part of each layer."""
+        """The tiles of a band, in order, with one part per layer."""
         return self._kept.get((samples, rows)) or self._tiles(samples, rows)
 
     def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
@@ -143,7 +145,7 @@ class ChainLoop(NumpyStep):
 
 
 class Fused(NamedTuple):
-    """A loop over tiles, its workspace, and the seconds that it takes."""
+    """A loop over tiles, its workspace, and its estimated seconds."""
 
     loop: ChainLoop
     sizes: Mapping[str, int]
@@ -151,7 +153,7 @@ class Fused(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    """How a chain is cut, on how many threads, and what that takes: as it is, and where one thread does all."""
+    """How a chain is cut, on how many threads, and its estimated seconds: on these threads, and on one thread."""
 
     cut: ChainLoop
     inner: int  # threads of each part
@@ -160,7 +162,7 @@ class _Draft(NamedTuple):
 
 
 def plan_fused(problem: ChainProblem) -> Fused:
-    """The tiles that take least; NotApplicable where there are none, or none keeps within the limit."""
+    """Plan the tiles with the least estimated time; NotApplicable if there are none, or if none fits the limit."""
     if len(problem.layers) == 1:
         raise NotApplicable("a single layer has no neighbour")
     for i, layer in enumerate(problem.layers):
@@ -171,7 +173,7 @@ def plan_fused(problem: ChainProblem) -> Fused:
     more: list[Iterator[_Draft]] = []
     for threads in sorted({1, problem.host.threads}, reverse=True):
         best = min(drafts, key=lambda draft: draft.seconds, default=None)
-        # With no limit in the way, one thread would have the same tiles.
+        # If the limit rejected no tile, one thread would have the same tiles.
         if best and not refusals and best.alone > FEWER_THREADS * best.seconds:
             break
         more.append(_drafts(problem, threads, refusals))
@@ -185,13 +187,16 @@ def plan_fused(problem: ChainProblem) -> Fused:
 
 
 def _by_price(draft: _Draft) -> float:
-    """What it takes, by which drafts are sorted: threads share what the model leaves out, as the pages of a fresh result."""
+    """The estimated time by which drafts are sorted.
+
+    Several threads are preferred: they also share work that the model leaves out, such as the pages of a fresh result.
+    """
     is_alone = draft.cut.threads < draft.cut.problem.host.threads
     return draft.seconds * (_ALONE if is_alone else 1.0)
 
 
 def _while_falling(drafts: Iterator[_Draft]) -> list[_Draft]:
-    """The first drafts, up to one that takes more than the one before."""
+    """The first drafts, up to one that takes longer than the one before."""
     taken: list[_Draft] = []
     for draft in islice(drafts, 1 + _HALVES):
         taken.append(draft)
@@ -201,7 +206,7 @@ def _while_falling(drafts: Iterator[_Draft]) -> list[_Draft]:
 
 
 def _drafts(problem: ChainProblem, threads: int, refusals: list[str]) -> Iterator[_Draft]:
-    """Tiles of about `TILE_BYTES`, and smaller and smaller ones; why some cannot be is added to the refusals."""
+    """Yield drafts of tiles of about `TILE_BYTES`, then of smaller ones; append reasons for failures to `refusals`."""
     for tile in _tile_sizes(problem, threads):
         try:
             yield _draft(problem, tile, threads)
@@ -210,7 +215,7 @@ def _drafts(problem: ChainProblem, threads: int, refusals: list[str]) -> Iterato
 
 
 def _tile_sizes(problem: ChainProblem, threads: int) -> Iterator[tuple[int, int]]:
-    """Samples, and rows of the last layer's result: as large as a tile may be, then half as large, and so on."""
+    """Yield samples, and rows of the last layer's result: as large as a tile may be, then half as large, and so on."""
     geometry = problem.layers[-1].geometry
     batch, extent = geometry.batch, geometry.out_size[axis_of(geometry)]
     per_sample = max(1, problem.intermediate_bytes // batch)
@@ -227,16 +232,16 @@ def _tile_sizes(problem: ChainProblem, threads: int) -> Iterator[tuple[int, int]
 
 
 def axis_of(geometry: ConvGeometry) -> int:
-    """The axis that rows are counted along: the outermost that is long, or the longest.
+    """The axis along which rows are counted: the outermost long axis, or else the longest one.
 
-    Rows of the outermost lie side by side.
+    Rows along the outermost axis are contiguous.
     """
     long = [axis for axis in range(3) if geometry.out_size[axis] >= _LEAST_ROWS]
     return long[0] if long else max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
 def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft:
-    """What the loop over tiles of (samples, rows) takes; NotApplicable where they need more than the limit."""
+    """Estimate the time of a loop over tiles of (samples, rows); NotApplicable if they need more than the limit."""
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
     axis = axis_of(geometries[-1])
@@ -269,17 +274,17 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
 
 
 def _host_of(problem: ChainProblem, threads: int) -> HostModel:
-    """So many threads, for a part; nobody asked for them where nobody did for those of the chain."""
+    """A host with `threads` threads for a part; they are a request of the caller only if the chain's threads are."""
     return HostModel(threads, most=threads if problem.host.most else 0)
 
 
 def _room(
     problem: ChainProblem, cut: ChainLoop, held: Sequence[Operand], kept: Sequence[int]
 ) -> tuple[dict[str, int], int]:
-    """Bytes of workspace by name that tiles take whatever computes them, and those left for the parts of a thread."""
+    """Bytes of workspace by name that tiles need with any loops, and the bytes left for the parts of one thread."""
     between = [cut.threads * image.nbytes for image in held]
     weights = sum(_copied(layer) for layer in problem.layers)
-    moved = max(_rows(image, cut.axis, rows).nbytes for image, rows in zip(held, kept))  # by way of a copy
+    moved = max(_rows(image, cut.axis, rows).nbytes for image, rows in zip(held, kept))  # through a copy
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)} | {
         "weights": weights,
         "blocks": cut.threads * moved,
@@ -291,9 +296,9 @@ def _room(
 
 
 def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
-    """The loop over tiles, with a loop for every part that there is; NotApplicable where these need more than the limit.
+    """Plan the loop over tiles, with a loop for every kind of part; NotApplicable if these need more than the limit.
 
-    The parts are planned with `spared` bytes less than there are: for memory that they cannot share.
+    Parts are planned with `spared` bytes less than are available, which are for memory that they cannot share.
     """
     layers, cut, axis = problem.layers, draft.cut, draft.cut.axis
     parts = [
@@ -307,7 +312,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []
-    # Of each dtype and way, of all layers: what a part takes, and what of it lies beside its largest array.
+    # Per dtype and implementation, over all layers: bytes of a part, and bytes of its arrays other than the largest.
     scratch: dict[tuple[str, type[ConvLoop]], tuple[int, int]] = {}
     for i, layer in enumerate(layers):
         plans: list[Plan] = []
@@ -322,7 +327,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
         for part_loop in loops[-1]:
             whole, beside = scratch.get(kind := (layer.x_dtype, type(part_loop)), (0, 0))
             scratch[kind] = max(whole, most), max(beside, part_loop.threads * part_loop.beside_bytes)
-    # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
+    # Layers with the same dtype and implementation share memory, which holds one's columns next to another's tile.
     shared = sum(map(sum, scratch.values()))
     if shared > left:
         if not spared:
@@ -334,12 +339,12 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
 
 
 def _usual(parts: Sequence[tuple[Piece, ...]], i: int) -> Piece | None:
-    """The rows that layer `i` adds in most tiles: in a band's second, and all that follow but the last."""
+    """The rows that layer `i` adds in most tiles: in a band's second tile, and in all later ones except the last."""
     return next((part[i] for part in (*reversed(parts[:2]), *parts[2:]) if part[i].outputs), None)
 
 
 def _held(layers: Sequence[ConvProblem], axis: int, samples: int, parts: Sequence[tuple[Piece, ...]]) -> list[Operand]:
-    """The rows of each image between that are in memory at a time."""
+    """The rows of each intermediate image that are in memory at a time."""
     return [
         _rows(layer.out, axis, max(len(part[i].reads) for part in parts))
         .samples(0, samples)
@@ -365,7 +370,7 @@ def _part_of(
     host: HostModel,
     limit: int,
 ) -> ConvProblem:
-    """A part of a layer as a convolution of its own; `read` and `written` are intermediate images, where they are."""
+    """A part of a layer as a convolution of its own; `read` and `written` have its intermediate images, if any."""
     samples, outputs = piece.geometry.batch, len(piece.outputs)
 
     def cut(image: Operand, rows: int) -> Operand:
@@ -380,17 +385,17 @@ def _part_of(
         residual=layer.residual and cut(layer.residual, outputs),
         machine=host,
         workspace_limit=limit,
-        allow_fft=False,  # which would transform the weight for every part
+        allow_fft=False,  # it would transform the weight for every part
     )
 
 
 def _rows(image: Operand, axis: int, rows: int) -> Operand:
-    """An image with so many rows of its own."""
+    """The image with `rows` rows."""
     return replace(image, shape=image.shape[: 2 + axis] + (rows,) + image.shape[3 + axis :])
 
 
 def _copied(layer: ConvProblem) -> int:
-    """Bytes of the weight where it is not what the loops read: C-ordered, in the dtype they compute with."""
+    """Bytes of the weight's copy; 0 if the weight is in C order, in the dtype that the loops compute in."""
     weight = layer.weight.in_c_order(accumulator(layer.weight_dtype))
     return 0 if (weight.dtype, weight.strides) == (layer.weight.dtype, layer.weight.strides) else weight.nbytes
 
@@ -399,7 +404,7 @@ def _copied(layer: ConvProblem) -> int:
 
 
 class _Held:
-    """Rows of an intermediate image, the first of them number `first`."""
+    """Rows of an intermediate image, beginning with row `first`."""
 
     def __init__(self, empty: Callable[[], np.ndarray]) -> None:
         self._empty = empty
@@ -408,7 +413,7 @@ class _Held:
 
     @property
     def image(self) -> np.ndarray:
-        """The rows' memory, from when it is first asked for."""
+        """The rows' memory, allocated on first use."""
         if self._image is None:
             self._image = self._empty()
         return self._image
@@ -418,7 +423,7 @@ class _Held:
 
 
 class _Run:
-    """One run: its arrays, brought to five axes, and memory that the tiles of a thread share."""
+    """One run: its arrays, viewed with five axes, and memory that the tiles of a thread share."""
 
     def __init__(self, chain: ChainLoop, arrays: Mapping[str, Any]) -> None:
         self.chain, self.axis = chain, chain.axis + 2
@@ -427,7 +432,8 @@ class _Run:
         self.residuals = {
             i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
         }
-        #: What a layer's tiles have in common: its weight, as they compute with it, its bias and its prologue's arrays.
+        #: Arguments that a layer's tiles share: its weight in the dtype of products, its bias, and its prologue's
+        #: arrays.
         self.common = [
             {
                 "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], loops[0].factor_dtype if loops else None),
@@ -439,7 +445,7 @@ class _Run:
         self.scratch = {loops[0].x_dtype: Scratch(loops[0].x_dtype, rounds=2) for loops in chain.loops if loops}
 
     def finish(self, samples: range, rows: range) -> None:
-        """All tiles of a band, in order."""
+        """Compute all tiles of a band, in order."""
         held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(self.chain.held)]
         for tile in self.chain.tiles(len(samples), rows):
             is_last = tile[-1][0].outputs.stop == rows.stop
@@ -448,10 +454,10 @@ class _Run:
                     continue
                 self._finish_piece(i, tile, samples, held)
                 if i and is_last:
-                    held[i - 1].forget()  # nobody reads it again
+                    held[i - 1].forget()  # it is not read again
 
     def _finish_piece(self, i: int, tile: tuple[Part, ...], samples: range, held: list[_Held]) -> None:
-        """The rows of layer `i` that a tile adds."""
+        """Compute the rows of layer `i` that a tile adds."""
         piece, loop = tile[i]
         if i == len(held):
             result = self._cut(self.out, samples, piece.outputs)
@@ -469,7 +475,7 @@ class _Run:
         loop.run({**self.common[i], **images, "out": result}, self.scratch[loop.x_dtype])
 
     def _make_room(self, held: _Held, needed: range, new: range) -> np.ndarray:
-        """Bring what is there of the rows `needed` to the front; the place of `new` ones, after these."""
+        """Move the `needed` rows that are present to the front; return the memory of the `new` rows behind them."""
         kept = new.start - needed.start
         if kept and held.first != needed.start:
             self._rows(held.image, 0, kept)[...] = self._rows(held.image, needed.start - held.first, kept)
@@ -477,7 +483,7 @@ class _Run:
         return self._rows(held.image, kept, len(new))
 
     def _empty(self, i: int, samples: int, rows: int) -> np.ndarray:
-        """Memory for some rows of layer `i`."""
+        """Allocate memory for some rows of layer `i`."""
         geometry = self.chain.layers[i]
         size = list(geometry.out_size)
         size[self.axis - 2] = rows

@@ -1,16 +1,16 @@
-"""Rows of a chain of convolutions: which rows of every image a tile of the last one's needs, and which of them are new.
+"""Rows of a chain of convolutions: the rows of every image that a tile of the result needs, and which of these are new.
 
-"Rows" run along one spatial axis.  Going back through the layers, the rows that a layer computes say which rows
-it reads, which are those that the layer before must have; some of these it has from the tile before.
+"Rows" are counted along one spatial axis.  Planning goes backwards through the layers.  The rows that a layer computes
+determine the rows that it reads, which the layer before must provide.  Some of these remain from the previous tile.
 
 ::
 
     last layer     | rows done      | rows of this tile |
-    layer before   | rows done        | new rows          |      the window's rows on both sides of the tile,
-    x              | rows read           | rows read         |   less what is at hand already
+    layer before   | rows done        | new rows          |      the tile's rows with the halo of their windows,
+    x              | rows read           | rows read         |   without the rows that are in memory already
 
-Rows that a layer will read again are kept for the next tile, and only rows that are not there yet are computed: none twice,
-but where a band begins, whose neighbour belongs to another thread.
+Rows that a layer will read again stay in memory for the next tile, and only missing rows are computed.  No row is
+computed twice, except at the start of a band, because the neighboring band belongs to another thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.problems import NotApplicable
 
-#: Tiles of a band up to which planning looks at each; of more, at those where something changes, if these are as few.
+#: Tiles of a band up to which planning looks at every tile.  In a longer band it looks only at the tiles where
+#: something changes, and gives up if windows at an end of an image reach over more tiles than this.
 _PLANNED_TILES = 32
 
 
@@ -29,7 +30,7 @@ _PLANNED_TILES = 32
 class Piece:
     """Some rows of a layer's result, as a convolution of the rows that they read.
 
-    Its padding is zeros: what of the layer's own lies beside these rows.
+    Its zero padding is the part of the layer's padding that is next to these rows.
     """
 
     outputs: range
@@ -40,9 +41,12 @@ class Piece:
 def tiles(
     layers: Sequence[ConvGeometry], axis: int, samples: int, rows: range, step: int
 ) -> Iterator[tuple[Piece, ...]]:
-    """Rows of the last layer, `step` at a time: one piece a layer, each layer's rows one after the other, none twice."""
+    """Yield tiles of `step` rows of the last layer, with one piece per layer.
+
+    Each layer's rows follow one another, and no row is computed twice.
+    """
     done = [0] * len(layers)
-    # Most tiles are alike: their parts are one object, made and hashed once.
+    # Most tiles are alike: they share one geometry object per layer, which is created and hashed once.
     alike: dict[tuple[int, int, int, int], ConvGeometry] = {}
     for first in range(rows.start, rows.stop, step):
         needed = range(first, min(first + step, rows.stop))
@@ -62,11 +66,14 @@ def tiles(
 def tiles_to_plan(
     layers: Sequence[ConvGeometry], axis: int, samples: int, rows: range, step: int
 ) -> Iterator[tuple[Piece, ...]]:
-    """Tiles of a band among which are all that differ in more than where they lie; NotApplicable where these are many."""
+    """Yield some tiles of a band such that all other tiles differ from one of these only in position.
+
+    Raises NotApplicable if these are too many.
+    """
     count = -(-len(rows) // step)
     numbers: Iterable[int] = range(count)
     if count > _PLANNED_TILES:
-        # Before a tile at which one layer's windows first reach an end of its image, or last do, all are alike.
+        # Tiles are alike, except near the first and the last tile in which a layer's windows reach an end of its image.
         near = {0, count - 1}
         for begin, end in _rows_at_ends(layers, axis):
             first, last = (min(max((row - rows.start) // step, -2), count + 1) for row in (begin, end))
@@ -77,7 +84,7 @@ def tiles_to_plan(
     before = -1
     for number in numbers:
         if number > before + 1 or number == 0:
-            # What a tile adds depends on the one before it.
+            # The rows that a tile adds depend on the tile before it.
             begin = rows.start + max(0, number - 1) * step
             run = tiles(layers, axis, samples, range(begin, rows.stop), step)
             if number:
@@ -87,7 +94,10 @@ def tiles_to_plan(
 
 
 def bands_to_plan(layers: Sequence[ConvGeometry], axis: int, bands: Sequence[range]) -> list[range]:
-    """Bands among which are all that differ in more than where they lie: those between the ends of images are alike."""
+    """Some bands such that all other bands differ from one of these only in position.
+
+    Bands that meet no end of an image are alike.
+    """
     ends = list(_rows_at_ends(layers, axis))
     chosen = [bands[0], *bands[1:-1][:1], *bands[1:][-1:]]
     met = [band for band in bands if any(begin <= band.stop and band.start <= end for begin, end in ends)]
@@ -95,7 +105,7 @@ def bands_to_plan(layers: Sequence[ConvGeometry], axis: int, bands: Sequence[ran
 
 
 def _rows_at_ends(layers: Sequence[ConvGeometry], axis: int) -> Iterator[tuple[int, int]]:
-    """For both ends of each layer's image: the first and the last row of the last result whose windows meet it."""
+    """Yield, for both ends of each layer's image, the first and last row of the result whose windows meet this end."""
     for i in range(len(layers)):
         for position in (0, layers[i].size[axis]):
             begin = end = position
@@ -106,7 +116,7 @@ def _rows_at_ends(layers: Sequence[ConvGeometry], axis: int) -> Iterator[tuple[i
 
 
 def _reads(geometry: ConvGeometry, axis: int, outputs: range) -> tuple[range, int, int]:
-    """The rows that rows of the result are computed from, and those of padding before and after them."""
+    """The rows that `outputs` are computed from, and the numbers of rows of padding before and after them."""
     stride, size = geometry.stride[axis], geometry.size[axis]
     first = outputs.start * stride - geometry.before[axis]
     count = (len(outputs) - 1) * stride + geometry.span[axis] if outputs else 0
@@ -117,7 +127,7 @@ def _reads(geometry: ConvGeometry, axis: int, outputs: range) -> tuple[range, in
 
 
 def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: int, after: int) -> ConvGeometry:
-    """The convolution of so many rows."""
+    """The convolution of `rows` rows, with `before` and `after` rows of padding."""
 
     def put(values: Triple, value: int) -> Triple:
         return values[:axis] + (value,) + values[axis + 1 :]  # type: ignore[return-value]
@@ -132,7 +142,7 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
 
 
 def rows_of_band(layers: Sequence[ConvGeometry], axis: int, rows: range) -> list[int]:
-    """Rows of each layer's result that are computed for a band."""
+    """Number of rows of each layer's result that are computed for a band."""
     counts = []
     for layer in reversed(layers):
         counts.append(len(rows))
@@ -141,7 +151,7 @@ def rows_of_band(layers: Sequence[ConvGeometry], axis: int, rows: range) -> list
 
 
 def kept_rows(parts: Sequence[tuple[Piece, ...]]) -> list[int]:
-    """The most rows of each image between that are kept from one tile to the next."""
+    """Most rows of each intermediate image that stay in memory from one tile to the next."""
     return [
         max((len(part[i + 1].reads) - len(part[i].outputs) for part in parts if part[i].outputs), default=0)
         for i in range(len(parts[0]) - 1)

@@ -1,13 +1,13 @@
-"""The choice: of all methods, and of the ways to run each, the one that takes least by the model of `cost`.
+"""The choice of a method and of its implementation: those with the least estimated time by the model of `cost`.
 
 ::
 
-    methods   "winograd"   "fft"   "gemm"                     "direct"       of a convolution; other problems, other tables
-    ways      Winograd     Fft     View  MecRows  Columns     TapByTap       each a loop over blocks that fit the limit
-                  |         |        |      |        |            |
-    seconds       +---------+--------+------+--------+------------+---->     the least of them, as a plan
+    methods           "winograd"   "fft"   "gemm"                     "direct"       of a convolution
+    implementations   Winograd     Fft     View  MecRows  Columns     TapByTap       loops over blocks within the limit
+                         |          |       |      |        |            |
+    seconds              +----------+-------+------+--------+------------+---->      the least becomes the plan
 
-What cannot take less than the best so far is not fitted to the limit, and its module is not imported.
+Other problems have their own tables.  A method that cannot beat the best so far is not planned or imported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import NO_SUCH_METHOD, NotApplicable, ProductsProblem, ProductsProblemT
 
-#: Multiply-adds below which transforms are not taken unasked.
+#: Multiply-adds below which Fourier transforms are used only if the caller names them.
 FEW_PRODUCTS = 1_000_000
-#: Bytes of the workspace limit below which a thread has no share worth planning for.
+#: Smallest share of the workspace limit, in bytes, for which a thread is planned.
 LEAST_SHARE = 4 << 10
-#: How much longer a loop may take on half of its threads than the best does, where it is cut anew for these.
+#: A loop is cut again for half of its threads if its work on these takes up to this many times the best estimated time.
 FEWER_THREADS = 1.25
-#: Seconds of a loop that are worth a note.
+#: Seconds of a loop's Python calls from which a plan has a note.
 LONG_LOOP = 0.5
 
-#: Why a method is a GPU's, or a convolution's only.
+#: Why a method exists only on a GPU, or only for a convolution.
 ELSEWHERE = {
     "implicit_gemm": "it is CUDA's: BLAS reads matrices, so on NumPy columns are written, block by block (method 'gemm')",
     "winograd": "it is for what is gathered as a convolution; this is scattered",
@@ -43,20 +43,20 @@ ELSEWHERE = {
 
 
 class Method(NamedTuple):
-    """What ``method=`` may name: ways to run it, of which the one that takes least is taken.
+    """A method that ``method=`` may name: its implementations, of which the one with the least estimated time is used.
 
-    A module stands for its ``WAYS``, and is imported when it is first asked for them: where a few operations tell why the
-    method cannot do a problem, or that it takes so long at the least, it is not.
+    A module's name in `ways` stands for its ``WAYS``.  The module is imported when these are first needed.  It is not
+    imported if a few operations show that the method cannot solve a problem, or that its lower bound is too high.
     """
 
     ways: str | tuple[type[BlockLoop], ...]
     refusal: Callable[[Any], str] = lambda _: ""
     at_least: Callable[[Any], float] = lambda _: 0.0
-    unasked: Callable[[Any], str] = lambda _: ""  # why it is taken only where it is named
+    unasked: Callable[[Any], str] = lambda _: ""  # why it is used only if named
 
 
 def winograd_refusal(problem: ProductsProblem) -> str:
-    """Why Winograd's method cannot do a problem."""
+    """Return why Winograd's method cannot solve a problem; empty if it can."""
     geometry = problem.geometry
     if not problem.allow_winograd:
         return "options(allow_winograd=False) forbids it"
@@ -68,8 +68,9 @@ def winograd_refusal(problem: ProductsProblem) -> str:
 
 
 def fft_unasked(problem: ProductsProblem) -> str:
-    """Why transforms are taken only where they are asked for: a short call has no time to win for its larger errors, and few
-    outputs read what the transforms would read.
+    """Return why transforms are used only if named; empty if they are chosen freely.
+
+    A short call gains no time for its larger errors.  With few outputs, products read no more than transforms would.
     """
     geometry = problem.geometry
     if geometry.products < FEW_PRODUCTS:
@@ -79,13 +80,13 @@ def fft_unasked(problem: ProductsProblem) -> str:
     return ""
 
 
-#: Methods that all kinds of problems have; their modules are the kinds'.
+#: Methods that several kinds of problems have.  Kinds other than a convolution may replace `ways`.
 WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
 FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft, fft_unasked)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
-    """The plan of the method that was named, or of the one that takes least; ValueError where none applies."""
+    """Plan the named method, or the one with the least estimated time; raise ValueError if none applies."""
     named = problem.method
     elsewhere = {name: ELSEWHERE.get(name, NO_SUCH_METHOD) for name in PUBLIC_METHODS if name not in methods}
     if named in elsewhere:
@@ -120,7 +121,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
 
 
 class Draft(NamedTuple):
-    """A way to run a method: its loops, their workspace, and what they take by the model."""
+    """An implementation of a method: its loops, their workspace, and their estimated time."""
 
     problem: ProductsProblem
     method: str
@@ -144,12 +145,13 @@ class Draft(NamedTuple):
 
 
 def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], other: float) -> Draft:
-    """The way that takes least; for half as many threads, and so on, where the limit has no room for the blocks of all, and
-    as long as that may take less; `other` is what another method takes.
+    """Return the draft with the least estimated time; `other` is the time of another method.
+
+    If the limit has no space for the blocks of all threads, half as many are tried, and so on while that may be faster.
     """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
-    refusals: list[tuple[float, str]] = []  # in words: an error has its frame, which would have the error
+    refusals: list[tuple[float, str]] = []  # strings: an exception and its frame would refer to each other
     best: Draft | None = None
     while True:
         host = problem.host
@@ -162,7 +164,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 except NotApplicable as reason:
                     refusals.append((reason.needed, str(reason)))
                     if host.most:
-                        on_fewer[way] = 0.0  # its blocks may have room then
+                        on_fewer[way] = 0.0  # its blocks may fit then
                     continue
                 seconds = seconds_of(loops)
                 if host.most:
@@ -170,7 +172,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:
-            # Blocks for fewer threads are larger ones: they take fewer calls, and work that is less by as little as is known.
+            # Fewer threads have larger blocks: fewer calls, and somewhat less work, though it is not known how much.
             least = FEWER_THREADS * min(best.seconds, other)
             to_try = [way for way in to_try if on_fewer.get(way, inf) < least]
         if best is not None and (host.threads <= 1 or not to_try):
@@ -181,7 +183,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
 
 
 def by_another(problem: ProductsProblem, plan: Plan, steps: Sequence[NumpyStep], **rest: Any) -> Plan:
-    """The plan of a problem that another one solves, whose plan this is, by these steps."""
+    """Plan `problem` with `steps` that solve another problem, whose plan is `plan`."""
     known: dict[str, Any] = dict(
         method=plan.method,
         device=plan.device,
@@ -195,6 +197,6 @@ def by_another(problem: ProductsProblem, plan: Plan, steps: Sequence[NumpyStep],
 
 
 def long_loop(steps: Sequence[NumpyStep]) -> tuple[str, ...]:
-    """A note where the calls of the loops themselves take long, whatever they do."""
+    """Return a note if the loops' Python calls alone take long, whatever they compute."""
     turns, seconds = sum(step.turns for step in steps), sum(step.calls for step in steps) * cost.CALL
     return (f"a loop in Python of {turns:,} turns: about {seconds:,.1f} s",) if seconds >= LONG_LOOP else ()

@@ -1,4 +1,4 @@
-"""im2col and col2im as copies and sums of slices: one tap at a time, or one pixel where these are fewer."""
+"""im2col and col2im as copies and sums of slices: tap by tap, or pixel by pixel if there are fewer pixels than taps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel
 
-#: Whatever there are: both are done by the caller's thread.
+#: One thread, whatever the host has: the caller's thread does both operations.
 ALONE = HostModel(1)
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:
-    """Columns of one or many inputs, written straight into the result."""
+    """Plan the columns of one or several inputs, which are written directly to the result."""
     problem = replace(problem, machine=ALONE)
     return problem.planned([Im2col(problem)] if problem.columns.nbytes else [])
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:
-    """An image from columns: the entries of each tap are added to the elements that they were read from."""
+    """Plan an image from columns: the entries of each tap are added to the elements that they were read from."""
     (out,) = problem.xs
     problem = replace(problem, machine=ALONE)
     if not out.nbytes:
@@ -41,7 +41,7 @@ def plan_col2im(problem: Col2imProblem) -> Plan:
 
 @dataclass(frozen=True)
 class ColumnsStep(NumpyStep):
-    """A pass over all taps, or all pixels; each is a few copies or sums of slices."""
+    """A pass over all taps, or all pixels; each needs a few copies or sums of slices."""
 
     problem: ColumnsProblem
 
@@ -52,7 +52,7 @@ class ColumnsStep(NumpyStep):
 
 
 class Im2col(ColumnsStep):
-    """Windows of the inputs are written into ``out``."""
+    """Write the windows of the inputs to ``out``."""
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows
@@ -67,35 +67,35 @@ class Im2col(ColumnsStep):
 
 @dataclass(frozen=True)
 class Col2im(ColumnsStep):
-    """Every entry of columns is added to the element of ``out`` that it was read from.
+    """Add every entry of columns to the element of ``out`` that it was read from.
 
-    Sums are kept in the image, or where that would round each of them, some channels of a sample at a time beside it.
+    Sums accumulate in the image, or, if that would round each sum, in an array for some channels of one sample.
     """
 
-    channels: int = 0  # whose sums there are at a time; 0 where they are the image itself
+    channels: int = 0  # channels per array of sums; 0 if sums accumulate in the image
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows
         (columns, each), image = _in_turn(arrays["columns"], windows), five_axes(arrays["out"])
-        each = tuple(each)  # for it is gone through for every sample
+        each = tuple(each)  # iterated over for every sample
         sums_dtype, count = dtype_from_name(accumulator(self.problem.columns.dtype)), image.shape[1]
         parts = [*parts_of(count, self.channels or count)]
-        for n, channels in ((n, part) for n in range(len(image)) for part in parts):  # `product` would list the samples
+        for n, channels in ((n, part) for n in range(len(image)) for part in parts):  # `product` would list all samples
             columns_nc, image_nc = columns[n, channels], image[n, channels]
             sums = np.empty(image_nc.shape, sums_dtype) if self.channels else image_nc
             sums[...] = 0
             for t, regions in enumerate(each):
                 for at, elements in regions:
-                    if elements is not None:  # what fell on padding is dropped
+                    if elements is not None:  # entries for padding are dropped
                         read(sums, elements)[...] += read(columns_nc[:, t], at)
             if self.channels:
                 image_nc[...] = sums
 
 
 def _in_turn(columns: np.ndarray, windows: Windows) -> tuple[np.ndarray, Iterable[tuple[Region, ...]]]:
-    """Columns (N, C * taps, pixels) as a view (N, C, taps, *pixels), and what each tap reads for all pixels at once.
+    """Return columns (N, C * taps, pixels) as a view (N, C, taps, *pixels), and what each tap reads for all pixels.
 
-    Where pixels are fewer than taps, the two have changed places.
+    If there are fewer pixels than taps, pixels and taps are exchanged.
     """
     pixels, taps = tuple(map(range, windows.out_size)), tuple(map(range, windows.kernel))
     shape = columns.shape[0], windows.in_channels

@@ -1,15 +1,15 @@
-"""Convolution on NumPy: its methods, and what all ways to run them have in common.
+"""Convolution on NumPy: its methods, and the code that all implementations share.
 
-A way says which problems it is for, how large a block should be, what memory a block takes, and how its sums are computed.
-The loop over blocks, the epilogue and the store are the same for all:
+An implementation states which problems it supports, its block size and its memory per block, and computes a block's
+sums.  The loop over blocks, the epilogue and the store are the same for all implementations:
 
 ::
 
-    x_0, x_1, ...   --a way-->   sums             --epilogue-->   block of y
-    any strides,                 [g, O_g, pixels]                 any strides,
-    any dtype                    dtype of the sums                rounded once
+    x_0, x_1, ...   --sums-->   sums             --epilogue-->   block of y
+    any strides,                [g, O_g, pixels]                 any strides,
+    any dtype                   dtype of the sums                rounded once
 
-`plan_conv` chooses (`choice`); the plan has a `ConvLoop` (`block_loops`), whose `ConvRun` finishes one block after the other.
+`plan_conv` chooses an implementation (see `choice`), a `ConvLoop`.  Its `ConvRun` computes one block after another.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from cupyconv.problem.problems import (
     without_empty_inputs,
 )
 
-#: Bytes of columns a block aims at where products dominate, where they are copied and read at once, and where memory does.
+#: Target bytes of a block's columns if products dominate, if the copied columns are read at once, if memory dominates.
 PRODUCT_BLOCK = 8 << 20
 CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
-#: Elements from a matrix's first to its last: beyond, OpenBLAS's kernels for small products count wrong and crash.
+#: Elements from first to last of a matrix.  Beyond this, OpenBLAS's kernels for small products miscount and crash.
 BLAS_REACH = 1 << 31
-#: Bytes of one tap's columns below which a product takes several taps: NumPy's calls would take longer than it.
+#: Bytes of one tap's columns below which a product covers several taps, or NumPy's calls would take longer than it.
 SHORT_CALL = 256 << 10
-#: Pixels from which one sample fills a product; smaller images share one, through columns.
+#: Pixels from which one sample fills a product.  Smaller images share a product, through columns.
 LONE_PIXELS = 256
-#: Bytes of what is made of a weight that never changes, up to which it is kept from run to run.
+#: Largest arranged weight, in bytes, that is cached between runs if the weight is constant.
 KEPT_CONSTANT = 16 << 20
-#: Bytes that a small convolution may keep from call to call: with more, what runs it would be too large to be kept.
+#: Bytes that a small convolution may cache between calls.  With more, its runner would be too large to cache.
 KEPT_MEMORY = 2 << 20
 
-#: Every method of a convolution; a depthwise one has its own (`depthwise`).
+#: All methods of a convolution.  Depthwise convolutions have their own table (see `depthwise`).
 METHODS = {
     "winograd": WINOGRAD,
     "fft": FFT,
     "gemm": Method("cupyconv.numpy.gemm"),
     "direct": Method("cupyconv.numpy.direct", at_least=cost.least_direct),
 }
-#: The same of several inputs.
+#: The methods for several inputs.
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
-#: Those that are other ones for several groups; and for one, where Winograd's method saves few products, or is none.
+#: Entries that replace those of `METHODS`: for several groups; for one group if Winograd saves few products or none.
 GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
 SHIFTED = {"gemm": Method("cupyconv.numpy.shifts")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Plan the convolution with ``problem.method``; raise ValueError if a named method does not apply."""
     problem = without_empty_inputs(problem)
     if problem.geometry.is_depthwise:
-        from cupyconv.numpy.depthwise import DEPTHWISE  # imported by those that are
+        from cupyconv.numpy.depthwise import DEPTHWISE  # imported only for depthwise convolutions
 
         return choose(problem, DEPTHWISE)
     geometry = problem.geometry
@@ -87,7 +87,7 @@ def plan_conv(problem: ConvProblem) -> Plan:
 
 
 def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
-    """The plan of a problem that is computed the way that one like it is, where that is possible: no choice is made again."""
+    """Plan `problem` with the method and implementations of `plan`; choose again only if these do not apply."""
     ways = tuple({type(step) for step in plan.steps if isinstance(step, ConvLoop)})
     try:
         return choose(replace(problem, method=plan.method), {plan.method: Method(ways)})
@@ -99,15 +99,15 @@ def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
 
 
 class ConvLoop(PixelLoop):
-    """A convolution block by block; a subclass is a way to a block's sums.
+    """A convolution block by block; a subclass is one implementation, which computes the sums of a block.
 
-    A new one defines `name`, `words`, `applies`, `aim`, `workspace`, and what stands here above "What all have in common";
-    its module lists it in ``WAYS`` and has an entry in `METHODS`.
+    A new one defines `name`, `words`, `applies`, `aim`, `workspace`, `sums`, and overrides what it needs of the members
+    above the comment "Shared by all implementations".  Its module lists it in ``WAYS`` and has an entry in `METHODS`.
     """
 
-    #: Bytes that each thread needs: with less, its calls are so short that threads wait for each other's.
+    #: Workspace in bytes that each thread needs.  With less, calls are so short that threads wait for each other.
     thread_bytes: ClassVar[int] = 0
-    #: Whether the weight is arranged when the first block asks for it, in one thread.
+    #: Whether one thread arranges the weight when the first block asks for it.
     prepares_late: ClassVar[bool] = False
 
     problem: ConvProblem
@@ -118,46 +118,46 @@ class ConvLoop(PixelLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
+        """Bytes of the array that `arranged` makes from a C-contiguous weight in the compute dtype; 0 for a view."""
         return 0
 
     @cached_property
     def form(self) -> str:
-        """Equal where loops `arrange` a weight alike."""
+        """A cache key that is equal for loops that arrange a weight in the same way."""
         return repr(self)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
+        """Return the weight, (groups, outputs per group, K_g), in the layout that `sums` reads."""
         return weight
 
     @abstractmethod
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        """A block's sums (groups, outputs per group, samples, depth, height, width), of any shape where they are the result."""
+        """Compute a block's sums (groups, outputs per group, samples, d, h, w); any shape if they are the result."""
 
-    # What all have in common.
+    # Shared by all implementations.
 
     def place_of_sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        """Where a block's sums are written: in the result, if they may lie there, else in an array of their own."""
+        """Return the array for a block's sums: a view of the result if they may be stored there, else a new array."""
         if self.in_place:
             return block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         return np.empty(block.sums_shape, self.sums_dtype)
 
     @property
     def store_work(self) -> float:
-        """What the epilogue takes: passes over the sums."""
+        """Estimated time of the epilogue: one pass over the sums for each of its operations."""
         problem = self.problem
         passes = (not self.in_place) + sum(map(bool, (problem.bias, problem.residual, problem.pre, problem.activation)))
         return passes * cost.added(prod(problem.out.shape), problem.out.dtype)
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of a block's sums, unless they are the result, and of the temporary an activation takes."""
+        """Bytes of a block's sums and of one temporary; if the sums are in place, only of an activation's temporary."""
         arrays = int(bool(self.problem.activation)) if self.in_place else 2
         return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of what lies beside a block's largest array in the memory of `images`, as the tile beside its columns."""
+        """Bytes of `images`' scratch memory in addition to a block's largest array: the tile in addition to columns."""
         return 0
 
     @classmethod
@@ -176,14 +176,14 @@ class ConvLoop(PixelLoop):
 
     @cached_property
     def products_are_result(self) -> bool:
-        """Whether there is nothing to do to the sums, but for what arrays are given."""
+        """Whether the sums are the result, unless a run has a bias or a residual."""
         return self.in_place and not self.problem.activation
 
-    fresh_work = 0.0  # memory is kept
+    fresh_work = 0.0  # memory is reused
 
     @property
-    def memory(self) -> Scratch:  # no part of the loop, which would count as kept with it
-        """What runs write; kept, since the first touch of a page takes longer than much that is done with it."""
+    def memory(self) -> Scratch:  # not stored in the loop: a cache would count it as part of the loop
+        """Scratch memory, reused because the first touch of a page takes longer than much of the work on it."""
         return kept_scratch(self.x_dtype)
 
     @cached_property
@@ -200,11 +200,11 @@ class ConvLoop(PixelLoop):
 
     @property
     def kept_memory(self) -> int:
-        """Bytes of the memory that what `executable` gives keeps from call to call."""
+        """Bytes of memory that the function returned by `executable` keeps between calls."""
         return 0
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
-        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        """Compute the result.  `arrays` has arguments and results by name; other loops may use the same `scratch`."""
         scratch = scratch or self.memory
         finish = (run_of or ConvRun)(self, arrays, scratch).finish
         if self.threads > 1 or self.holds_blas:
@@ -217,7 +217,7 @@ class ConvLoop(PixelLoop):
 
 
 def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
-    """Bytes of what a way makes of a weight that never changes, where that is kept."""
+    """Bytes of the arrays that an implementation makes from a constant weight and caches; 0 if it caches none."""
     if not problem.weight_is_constant:
         return 0
     made = weight_copy(problem) + way.weight_bytes(problem)
@@ -228,7 +228,7 @@ def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
 
 
 class ConvRun:
-    """One run: its arrays, brought to five axes, and what its blocks share."""
+    """One run of a loop: its arrays, viewed with five axes, and the state that all blocks share."""
 
     def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         self.loop, self.geometry = loop, loop.geometry
@@ -250,7 +250,7 @@ class ConvRun:
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def prepare(self) -> None:
-        """The weight, which all blocks share.  One thread does it; by then another has been woken."""
+        """Arrange the weight for all blocks, in one thread; if it `prepares_late`, other threads are awake by then."""
         with self._lock:
             if self._is_prepared:
                 return
@@ -261,7 +261,7 @@ class ConvRun:
             self._is_prepared = True
 
     def _arranged(self, weight: np.ndarray) -> Any:
-        # In C order, as it is counted: NumPy 2.1 gives BLAS no matrix whose elements are apart, and takes 40 times longer.
+        # In C order, as its bytes are counted.  NumPy 2.1 passes no strided matrix to BLAS and is 40 times slower.
         matrix = weight.reshape(self.loop.weight_shape).astype(self.loop.factor_dtype, "C", copy=False)
         return self.loop.arranged(matrix)
 
@@ -274,13 +274,13 @@ class ConvRun:
             self.store(block, sums)
 
     def store(self, block: Block, sums: np.ndarray) -> None:
-        """The epilogue of a block's sums."""
+        """Apply the epilogue to a block's sums, and store the result."""
         sums = sums.reshape(block.outputs.stop - block.outputs.start, *block.size).swapaxes(0, 1)
         if self.bias is not None:
             sums += self.bias[block.outputs]
         if self.residual is not None:
             residual = block.of(self.residual)
-            # Rounded to the result's dtype first, as an argument of that dtype would have been.
+            # The residual is first rounded to the result's dtype, as an argument of that dtype would be.
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         if self.pre is not None:
             self.write(self.pre, block, sums)
@@ -294,36 +294,37 @@ class ConvRun:
         block.of(image)[...] = sums
 
 
-#: What makes a run of a loop, its arrays, and memory.
+#: Type of a function that makes a run from a loop, its arrays and scratch memory.
 RunOf = Callable[[ConvLoop, Mapping[str, Any], Scratch], ConvRun]
 
 
-# --- what lies in memory as products take it, and what a copy takes -------------------------------------------
+# --- operands that products read in place, and the sizes of copies --------------------------------------------
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
-    """The number of temporary copies of what is read: one where borders are gathered, and one where a prologue does more to
-    what it has written, which NumPy copies where rows have gaps.
+    """Return how many temporary copies of the elements read there are.
+
+    One is for gathered borders, and one for a prologue that writes elements twice: NumPy copies rows with gaps.
     """
     return (geometry.padding_mode != "constant") + bool(prologue.activation or (prologue.scale and prologue.shift))
 
 
 def sums_per_pixel(problem: ConvProblem) -> int:
-    """Bytes of a pixel's sums."""
+    """Bytes of the sums of one pixel."""
     return problem.geometry.out_channels * ITEMSIZE[accumulator(problem.dtype)]
 
 
 def one_tap_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
-    """Bytes of what one tap reads for a block."""
+    """Bytes of the elements that one tap reads for a block, with temporary copies."""
     geometry = problem.geometry
     return geometry.in_channels * prod(block) * item * (1 + temporaries(geometry, problem.prologue))
 
 
 def taps_at_a_time(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
-    """The most taps whose columns, and what they are copied from, take no more than a short call's."""
+    """Return how many taps a product covers: as many as `SHORT_CALL` bytes and an eighth of the limit allow."""
     geometry, most = problem.geometry, min(SHORT_CALL, problem.limit // 8)
     taps = geometry.taps
-    # A box of at most so many taps has a quarter of them at the least: of many it need not be made to see that it is large.
+    # A box within `taps` taps has at least a quarter of them.  So a large `taps` is rejected without making the box.
     too_many = 4 * most // (geometry.in_channels * prod(block) * item or 1)
     while taps > 1 and (taps > too_many + 4 or box_bytes(problem, block, item, taps) > most):
         taps = min(taps - 1, taps // 2)
@@ -331,7 +332,7 @@ def taps_at_a_time(problem: ConvProblem | WeightGradientProblem, block: BlockSiz
 
 
 def box_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int, taps: int) -> int:
-    """Bytes of the columns of at most so many taps of a block, and of that part of the weight."""
+    """Bytes of a block's columns for a box of at most `taps` taps, and of the weight for these taps."""
     if taps == 1:
         return one_tap_bytes(problem, block, item)
     box, geometry = box_within(problem.geometry.kernel, taps), problem.geometry
@@ -342,7 +343,7 @@ def box_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, it
 def columns_bytes(
     problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int, geometry: ConvGeometry | None = None
 ) -> int:
-    """Bytes of a block's columns, and of the tile that they are copied from; of a geometry in place of the problem's."""
+    """Bytes of a block's columns and of the tile that they are copied from; `geometry` overrides the problem's."""
     geometry = geometry or problem.geometry
     columns, has_tile = prod(columns_shape(geometry, block)), geometry.taps > 1
     read = prod(tile_shape(geometry, geometry.in_channels, block)) if has_tile else columns
@@ -350,7 +351,7 @@ def columns_bytes(
 
 
 def inputs_are_columns(problem: ConvProblem | WeightGradientProblem) -> bool:
-    """Whether products read the inputs where they lie: a kernel of one tap, and pixels or channels side by side."""
+    """Whether products read the inputs in place: the kernel has one tap, and pixels or channels are contiguous."""
     geometry = problem.geometry
     return (
         geometry.is_pointwise
@@ -361,7 +362,7 @@ def inputs_are_columns(problem: ConvProblem | WeightGradientProblem) -> bool:
 
 
 def result_takes_sums(problem: ConvProblem) -> bool:
-    """Whether products can be written where the result lies.  A residual may lie there too: it is read later."""
+    """Whether the result can take the products; not with a residual, which may share its memory and is read later."""
     return (
         problem.out.dtype == accumulator(problem.out.dtype)
         and problem.residual is None
@@ -372,7 +373,7 @@ def result_takes_sums(problem: ConvProblem) -> bool:
 
 
 def is_matrix(image: Operand) -> bool:
-    """Whether a sample is a matrix that BLAS takes as it lies, channel by channel or pixel by pixel."""
+    """Whether BLAS can read a sample in place as a matrix, channel by channel or pixel by pixel."""
     pixel_stride, channels = image.pixel_stride, image.shape[1]
     if pixel_stride is None:
         return False
@@ -383,13 +384,13 @@ def is_matrix(image: Operand) -> bool:
 
 
 def weight_is_factor(problem: ConvProblem | TransposedProblem) -> bool:
-    """Whether products read the weight where it lies: in the dtype that they compute in, in C order."""
+    """Whether products read the weight in place: it is C-contiguous and has the compute dtype."""
     weight = problem.weight
     return weight.dtype == accumulator(problem.weight_dtype) and weight.strides == c_strides(weight.shape)
 
 
 def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
-    """Bytes of copies of the weight: one where it has another dtype or order, and one where parts are taken apart."""
+    """Bytes of copies of the weight: one if its dtype or order changes, and one if complex parts are separated."""
     copies = (not weight_is_factor(problem)) + problem.factor_alone_is_complex
     return copies * copy_bytes(problem.weight, problem.weight_dtype)
 

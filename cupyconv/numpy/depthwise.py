@@ -1,9 +1,9 @@
-"""Depthwise convolution, one input channel for each output: the choice, and sums of scaled elements.
+"""Depthwise convolution, one input channel per output: the table of methods, and implementations that scale elements.
 
-Of one channel, one output is a vector by a vector.  Two ways suit that: neighbouring outputs as a product with a
-Toeplitz matrix (`toeplitz`, the method "gemm"), and here what each tap reads times a number (the method "direct").
-At stride 1 no columns are written: a tap reads the tile from one element on to another, one *run* of memory, and what
-lies between the rows of pixels is computed in vain.  At strides, taps share columns.
+An output of one channel is a dot product.  Two kinds of implementations suit that.  `toeplitz` computes neighbouring
+outputs as a product with a Toeplitz matrix (the method "gemm").  The classes here multiply the elements that each tap
+reads by a number (the method "direct").  At stride 1 they write no columns: a tap reads one contiguous *run* of the
+tile, and the results between the rows of pixels are not used.  At larger strides, taps share columns.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
 
-#: Elements of a run that are less than a third of NumPy's buffer: those of one tap after the other are slow.
+#: Elements of a run, a third of NumPy's buffer, below which it is slow to scale one tap after the other.
 SHORT_RUN = 8192 // 3
-#: Elements of channels that are last which are scaled at a time, at the most: with the weights of some taps they stay in the
-#: innermost cache, and are enough for a loop.
+#: Most channels-last elements that are scaled at a time.  With the weights of some taps they stay in the innermost
+#: cache, and they are enough for an inner loop.
 INNERMOST_RUN = 1400
 
 # --- scaled elements ------------------------------------------------------------------------------------------
 
 
 class ScaledLoop(ConvLoop):
-    """Elements times numbers."""
+    """A loop that multiplies elements by numbers, without matrix products."""
 
     turn_calls = 15
-    #: Whether channels are last where they are scaled.
+    #: Whether elements are scaled in channels-last layout.
     last = False
 
     @property
     @abstractmethod
     def scaled_work(self) -> float:
-        """What scaled elements take."""
+        """Estimated time to scale the elements."""
 
     @property
     def work(self) -> float:
@@ -66,9 +66,9 @@ class ScaledLoop(ConvLoop):
 
 
 class ScaledPixels(ScaledLoop):
-    """Channels last: a tap's pixels times its weights, all channels of some pixels of a row as one run.
+    """Scale pixels in channels-last layout: all channels of some pixels of a row are one run.
 
-    Of many channels and few pixels it is worth it to bring them there, and back.
+    The conversion to this layout and back is worth its time for many channels and few pixels.
     """
 
     name = "scaled pixels"
@@ -106,7 +106,7 @@ class ScaledPixels(ScaledLoop):
 
     @cached_property
     def threads(self) -> int:
-        # With less to do they mostly wait for each other between short calls.
+        # With less work, threads mostly wait for each other between short calls.
         return cost.worth_waking(min(self.problem.host.threads, self.blocks), self.scaled_work)
 
     @classmethod
@@ -115,7 +115,7 @@ class ScaledPixels(ScaledLoop):
         return geometry.taps * geometry.in_channels * _pixels(geometry) * ITEMSIZE[accumulator(problem.weight_dtype)]
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """(*kernel, channels); at stride 1 (*kernel, pixels of a run, channels)."""
+        """Return the weight as (*kernel, channels), or at stride 1 as (*kernel, pixels of a run, channels)."""
         by_tap = weight.reshape(len(weight), *self.geometry.kernel).transpose(1, 2, 3, 0)
         if self.geometry.stride[2] > 1:
             return np.ascontiguousarray(by_tap)
@@ -148,14 +148,14 @@ class ScaledPixels(ScaledLoop):
         return sums.transpose(4, 0, 1, 2, 3)[:, None]
 
     def _tile(self, images: Images, block: Block) -> np.ndarray:
-        """What all taps read, (samples, d, h, w, channels)."""
+        """Read the tile of all taps as (samples, d, h, w, channels)."""
         image = images.scratch.array("tile", (*block.tile(images.channels).shape[1:], images.channels))
         images.read(block.tile(images.channels).all_regions, block, image.transpose(4, 0, 1, 2, 3))
         return image
 
 
 def _pixels(geometry: ConvGeometry) -> int:
-    """Pixels of a row that are scaled as one run, where none lie between: as many as a row is divided into, if there are."""
+    """Return the pixels of a row that are scaled as one run: if possible, a divisor of the width; 1 with a stride."""
     width, channels = max(1, geometry.out_size[2]), geometry.in_channels
     if geometry.stride[2] > 1:
         return 1
@@ -165,7 +165,7 @@ def _pixels(geometry: ConvGeometry) -> int:
 
 
 class ScaledRuns(ScaledLoop):
-    """A tap's run of the tile times a number; what lies between rows is left out."""
+    """Multiply each tap's run of the tile by a number, and drop the results between rows."""
 
     name = "scaled runs"
     words = "each tap's run of elements scaled"
@@ -189,7 +189,7 @@ class ScaledRuns(ScaledLoop):
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:
-        # Runs that are cut for threads that have too little to do are short for nothing.
+        # Shorter runs gain nothing if the threads that share them have too little work.
         geometry = problem.geometry
         elements = geometry.out_channels * geometry.taps * _run(geometry)
         return cost.worth_waking(problem.host.threads, cost.scaled(elements, problem))
@@ -208,7 +208,7 @@ class ScaledRuns(ScaledLoop):
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group's tile, of the sums of its runs, and of what fills borders."""
+        """Bytes of one group's tile, the sums of its runs, and temporary copies."""
         copies = 1 + self.geometry.group_outputs + temporaries(self.geometry, self.problem.prologue)
         return copies * prod(tile_shape(self.geometry, 1, self.block)) * self.x_dtype.itemsize
 
@@ -221,7 +221,7 @@ class ScaledRuns(ScaledLoop):
         for groups in parts_of(geometry.groups, self.part):
             runs, pixels = _runs(run.images.some(groups), block)
             shape = (len(runs), geometry.group_outputs, runs.shape[-1])
-            is_row = block.size[0] == 1 and shape[-1] == block.area  # nothing lies between
+            is_row = block.size[0] == 1 and shape[-1] == block.area  # no gaps between rows
             products = sums[groups].reshape(shape) if is_row else run.products.array("runs", shape, sums.dtype)
             np.einsum("cmdhw,cdhwp->pmc", run.weight[groups], runs, out=products.T, order="F")
             if not is_row:
@@ -230,14 +230,14 @@ class ScaledRuns(ScaledLoop):
 
 
 def _run(geometry: ConvGeometry) -> int:
-    """Elements of a tap's run, of all pixels."""
+    """Return the elements of one tap's run over all pixels."""
     return geometry.batch * prod(tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:])
 
 
 def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """What each tap reads of some channels as one run of the tile: (c, kd, kh, kw, run); and its pixels.
+    """Return a view of the runs that taps read of some channels, (c, kd, kh, kw, run), and a function.
 
-    The function makes of runs, (..., run), a view of their pixels, (..., samples, d, h, w).
+    The function returns a view (..., samples, d, h, w) of the pixels in runs (..., run).
     """
     image, tile, kernel = images.tile_or_view(block), block.tile(images.channels), block.geometry.kernel
     if not image.flags.c_contiguous:
@@ -255,7 +255,7 @@ def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarra
 
 
 class ScaledTaps(ScaledLoop):
-    """Columns that taps share, times a number per channel and tap."""
+    """Multiply the columns that taps share by one number per channel and tap."""
 
     name = "scaled taps"
     words = "columns that {taps} taps share, scaled"
@@ -277,7 +277,7 @@ class ScaledTaps(ScaledLoop):
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
-        # Samples of a block come between rows and pixels: the result can take the sums of one only.
+        # Columns have a block's samples between rows and pixels, so only the sums of a single sample can be the result.
         is_lone = geometry.pixels >= LONE_PIXELS and result_takes_sums(problem)
         other_taps = geometry.taps // geometry.kernel[geometry.outermost]
         columns = geometry.group_channels * other_taps * ITEMSIZE[accumulator(problem.x_dtype)]
@@ -306,19 +306,19 @@ class ScaledTaps(ScaledLoop):
         sums = block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
         for groups, columns in mec_columns(run.images, block, self.part):
             for taps, views in columns:
-                # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
+                # In Fortran order, the innermost loop of einsum is over pixels, whichever axis has the smallest stride.
                 target, weight = sums[groups].T, run.weight[groups, :, taps]
                 if taps.start:
                     target += np.einsum("cmtk,ctkp->pmc", weight, views, order="F")
                 else:
                     np.einsum("cmtk,ctkp->pmc", weight, views, out=target, order="F")
-        # Pixels are in the order of MEC columns, and shown in their own.
+        # Pixels are in the order of MEC columns: return a view in the result's order.
         samples_and_size, axis = list(block.size), 1 + self.geometry.outermost
         samples_and_size.insert(0, samples_and_size.pop(axis))
         return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
 
-#: Every method of a depthwise convolution.
+#: All methods of a depthwise convolution.
 DEPTHWISE = {
     "winograd": WINOGRAD,
     "fft": FFT,

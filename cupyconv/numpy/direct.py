@@ -1,6 +1,6 @@
-"""Without columns of all taps: tap by tap, one tap's products after the other added to the sums.
+"""The direct method: products of one tap after another are added to the sums, without columns of all taps.
 
-Where one tap reads little, as where a kernel is as large as the image, some taps at a time have columns.
+If a tap reads little, for example because the kernel is as large as the image, a product covers some taps' columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyconv.problem.problems import ConvProblem
 
 
 class TapByTap(ConvLoop):
-    """A product for each tap, or for a few small ones: no columns but theirs, and sums that are gone through each time."""
+    """One product per tap, or per few small taps; only these have columns, and each product passes over the sums."""
 
     name = "taps"
     words = "tap by tap, no columns"
@@ -42,7 +42,7 @@ class TapByTap(ConvLoop):
 
     @cached_property
     def taps(self) -> int:
-        """Taps of a product, at the most."""
+        """Largest number of taps per product."""
         return taps_at_a_time(self.problem, self.block, self.x_dtype.itemsize)
 
     @cached_property
@@ -68,11 +68,11 @@ class TapByTap(ConvLoop):
 
     @property
     def workspace(self) -> int:
-        """Beside the sums: products, and columns of the taps of one."""
+        """Bytes of the sums, of the products, and of the columns of one product's taps."""
         return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps) + 2 * self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """(groups, outputs per group, channels, taps)."""
+        """Return the weight as (groups, outputs per group, channels, taps)."""
         weight = with_parts(self, weight)
         return weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps)
 

@@ -1,6 +1,7 @@
-"""Back through an epilogue, block by block: the activation's derivative and each channel's sum, while in cache.
+"""Backward pass through an epilogue, block by block: the activation's derivative and each channel's sum, while in
+cache.
 
-The order of additions is the plan's, so it is the same on every run.
+The plan fixes the order of additions, so sums are the same in every run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cupyconv.problem.geometry import even_part
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Plan
 
-#: Elements of a block: gradient, saved values and the product of both stay in a core's L2 cache.
+#: Elements of a block: the gradient, the saved values and their product stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16
 
 #: Slices of the axes (n, c, d, h, w).
@@ -30,17 +31,17 @@ At = tuple[slice, ...]
 
 
 def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
-    """One pass over the gradient; nothing where it has no elements and there are no sums to take."""
+    """Plan one pass over the gradient; no step if the gradient is empty and there are no sums."""
     return plan_in_blocks(problem, EpilogueGrad)
 
 
 @dataclass(frozen=True)
 class ElementwiseStep(NumpyStep):
-    """A pass over images that are alike, in blocks that stay in cache; `block` cuts the axes of all of them."""
+    """A pass over images of equal shape, in blocks that stay in cache; `block` cuts the axes of all images."""
 
-    #: Arrays of a block's size that it is worked out in, or that are copies which BLAS can read.
+    #: Arrays of a block's size: temporaries, and copies that BLAS can read.
     TEMPORARIES: ClassVar[int]
-    #: Axes of the sums beside that of the channels.
+    #: Axes of the sums in addition to the channel axis.
     SUMS: ClassVar[tuple[int, ...]] = ()
 
     problem: ElementwiseGradProblem
@@ -49,7 +50,7 @@ class ElementwiseStep(NumpyStep):
 
     @property
     def dtype(self) -> str:
-        """What is computed in."""
+        """The compute dtype."""
         return accumulator(self.problem.grad.dtype)
 
     @property
@@ -62,7 +63,7 @@ class ElementwiseStep(NumpyStep):
         return f"loop     {self.problem.operation} in {self.dtype}: {cut}"
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """Write ``out`` and ``sums``, whichever are there."""
+        """Return a function that writes ``out`` and ``sums``, if they are among its arrays."""
         cuts = [
             [slice(first, first + part) for first in range(0, extent, part)]
             for extent, part in zip(self.problem.grad.shape, self.block)
@@ -75,17 +76,17 @@ class ElementwiseStep(NumpyStep):
                 sums[...] = 0
             for at, part in zip(product(*cuts), in_threads(self.threads, finish, product(*cuts))):
                 if sums is not None:
-                    sums[at[1]] += part  # in the order of the blocks, whichever thread was first
+                    sums[at[1]] += part  # in the order of the blocks, whichever thread finishes first
 
         return run
 
     def finisher(self, arrays: Mapping[str, Any]) -> Callable[[At], np.ndarray | None]:
-        """What finishes a block, and returns the sums of its channels where these are among the arrays."""
+        """Return a function that computes a block, and returns its channel sums if `arrays` has sums."""
         raise NotImplementedError
 
 
 def plan_in_blocks(problem: ElementwiseGradProblem, step: type[ElementwiseStep]) -> Plan:
-    """The plan that is one step of this class."""
+    """Return the plan that is one step of this class."""
     grad = problem.grad
     if not grad.nbytes and not (problem.sums and problem.sums.nbytes):
         return problem.planned([])
@@ -98,7 +99,7 @@ def plan_in_blocks(problem: ElementwiseGradProblem, step: type[ElementwiseStep])
 
 
 def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:
-    """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
+    """Return a block of at most `elements` elements that are close in memory: whole axes, smallest stride first."""
     block, left = [1] * 5, elements
     for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):
         block[axis] = even_part(max(1, operand.shape[axis]), max(1, left))
@@ -108,7 +109,7 @@ def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EpilogueGrad(ElementwiseStep):
-    """``out`` and ``sums`` from ``grad`` and, with an activation, ``saved``."""
+    """Compute ``out`` and ``sums`` from ``grad`` and, with an activation, ``saved``."""
 
     TEMPORARIES = 4
 
@@ -133,7 +134,7 @@ class EpilogueGrad(ElementwiseStep):
 
 
 def channel_sums(block: np.ndarray) -> np.ndarray:
-    """The sum of each channel of (n, c, d, h, w), as products with ones: BLAS reads a matrix faster than NumPy adds it."""
+    """Return each channel's sum of (n, c, d, h, w), as products with ones: BLAS reads faster than NumPy adds."""
     samples, channels = block.shape[:2]
     if channels > 1 and block.strides[1] == block.itemsize:
         rows = np.moveaxis(block, 1, -1).reshape(-1, channels)

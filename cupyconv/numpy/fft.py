@@ -1,23 +1,23 @@
-"""Convolution by the fast Fourier transform: a product for each frequency of a tile, where a sum over taps takes as many.
+"""Convolution by the fast Fourier transform: one product per frequency of a tile, instead of a sum over taps.
 
-Blocks by overlap-save (Stockham, "High-Speed Convolution and Correlation", 1966).  The spectrum of what a block of
-outputs reads (`spectra` has a drawing), times the conjugate of the kernel's, is that of a convolution which wraps round:
-only where no output of the block is.
+Blocks use overlap-save (Stockham, "High-Speed Convolution and Correlation", 1966).  A block's tile holds all elements
+that its outputs read (`spectra` has a drawing).  The tile's spectrum times the conjugate of the kernel's is the
+spectrum of a circular convolution.  It wraps around only in elements that are no outputs of the block.
 
 ::
 
     x_0, x_1, ...   --read-->   tile   --rfft-->   X   --times W-->   Y   --irfft-->   sums
-    any strides,                real where x       (frequencies, outputs) =            every stride-th,
-    any dtype                   and weight are     (frequencies, channels) W           no more
+    any strides,                real if x          (frequencies, outputs) =            every stride-th
+    any dtype                   and weight are     (frequencies, channels) W           element only
 
-W is transformed once a call.  Where it is too large for the workspace limit, some groups or some outputs are computed
-after the others, or the kernel is cut too (`fft_parts`).
+W is computed once per call.  If it is too large for the workspace limit, shares of the groups or outputs are computed
+one after the other, or the kernel is cut too (`fft_parts`).
 
-Spectra of few channels are multiplied element by element, channels first.  Of many, channels are last, and each frequency
-has a matrix product: samples x channels by channels x outputs.
+With few channels, spectra are multiplied element by element, channels first.  With many, channels are last, and each
+frequency has a matrix product: samples x channels by channels x outputs.
 
-An element's rounding error is relative to the largest elements of its tile, not to its own sum.  One that is infinite or
-NaN spoils its whole tile: such a block is computed again from its windows, unless that would take too long.
+An element's rounding error is relative to the largest elements of its tile, not to its own sum.  An infinite or NaN
+element spoils its whole tile.  Such a block is recomputed from its windows, unless that would take too long.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.transforms import ERRORS, SMALLEST, is_real, share_problem, share_sizes, transformed_axes
 
-#: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
+#: Multiplications per frequency, samples x channels x outputs, from which they are done as a matrix product.
 MATRIX = 48
-#: How much longer a block takes whose channels are transformed one by one: its sums are read and written for each.
+#: Slowdown of a block whose channels are transformed one by one: its sums are read and written for each channel.
 ONE_BY_ONE = 1.12
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
 class Cut(NamedTuple):
-    """How a convolution is cut, into how many shares, and what all take."""
+    """How a convolution is cut: the estimated time of all shares, the loop of the first one, and their number."""
 
     seconds: float
     first: Fft
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=64)
 def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cut | int:
-    """The cut that is estimated to take the least; where there is no room for any, the bytes that the smallest needs."""
+    """Return the cut with the least estimated time; if none fits the limit, the bytes that the smallest needs."""
     geometry, threads = problem.geometry, problem.host.threads
     best: Cut | None = None
     least = 0
@@ -104,7 +104,7 @@ def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cu
         room = limit - fixed - line.spectra_bytes
         lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(geometry, line.block, lines))
-        if threads * loop.workspace > room:  # its products are of matrices, which take all channels at once
+        if threads * loop.workspace > room:  # matrix products need all channels at once
             loop = line
         groups, outputs = sizes[size]
         shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
@@ -117,25 +117,25 @@ def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cu
 
 
 class Weights(NamedTuple):
-    """The weight: (groups, outputs per group, K_g) as it is, and the conjugate of its spectrum."""
+    """The weight (groups, outputs per group, K_g), and the conjugate of its spectrum."""
 
     matrix: np.ndarray
-    #: (groups, outputs, channels, *frequencies); of matrix products (*frequencies, groups, channels, outputs).
+    #: (groups, outputs, channels, *frequencies), or for matrix products (*frequencies, groups, channels, outputs).
     spectra: np.ndarray
 
 
 @dataclass(frozen=True)
 class Fft(ConvLoop):
-    """Tiles as long as transforms are quick at, of some groups or outputs of a convolution."""
+    """Compute tiles with lengths that are fast to transform, for some groups or outputs of a convolution."""
 
     name: ClassVar[str] = "FFT"
     words: ClassVar[str] = f"products of spectra; {ERRORS}"
     in_place: ClassVar[bool] = False
 
     problem: ConvProblem
-    #: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
+    #: The channels of a share's arrays, as (name, start, stop); empty if the arrays are whole.
     cut: tuple[tuple[str, int, int], ...] = ()
-    #: Whether a tile's channels are transformed one by one, which takes less memory: then tiles may be larger.
+    #: Whether a tile's channels are transformed one by one.  This needs less memory, so tiles may be larger.
     one_by_one: bool = False
 
     @classmethod
@@ -156,7 +156,7 @@ class Fft(ConvLoop):
         limit = problem.limit_with(copied)
         cuts = [best_cut(Fft, problem, copied + 3 * Plan.ALIGNMENT, limit)]
         if isinstance(cuts[0], int) or has_large_spectra(problem):
-            from cupyconv.numpy.fft_parts import FftParts  # imported where kernels are large
+            from cupyconv.numpy.fft_parts import FftParts  # imported only for large kernels
 
             cuts.append(best_cut(FftParts, problem, copied + 3 * Plan.ALIGNMENT, limit))
         best = min((cut for cut in cuts if isinstance(cut, Cut)), key=attrgetter("seconds"), default=None)
@@ -169,18 +169,18 @@ class Fft(ConvLoop):
 
     @classmethod
     def tilings(cls, geometry: ConvGeometry) -> Iterator[dict[str, Any]]:
-        """Fields of loops that are worth a look."""
+        """Return the fields of candidate loops."""
         return ({"block": (1, *extents)} for extents in block_extents(geometry))
 
     @property
     def kept_bytes(self) -> int:
-        return 0  # spectra have no bound but the workspace's
+        return 0  # only the workspace limit bounds spectra
 
-    # What a block takes.
+    # Memory and cost of a block.
 
     @cached_property
     def tile(self) -> Tile:
-        """That of a whole block."""
+        """The tile of a whole block."""
         return Tile.of(self.geometry, self.block[1:], is_real(self.problem), transformed_axes(self.geometry))
 
     @cached_property
@@ -189,12 +189,12 @@ class Fft(ConvLoop):
 
     @cached_property
     def by_matrix(self) -> bool:
-        """Whether there is a matrix product for each frequency, and channels are last."""
+        """Whether each frequency has a matrix product, and channels are last."""
         return self.geometry.group_channels * self.geometry.group_outputs * self.block[0] >= MATRIX
 
     @cached_property
     def channels_at_once(self) -> int:
-        """Channels whose tiles and spectra are there at a time."""
+        """Number of channels whose tiles and spectra exist at a time."""
         is_one = self.one_by_one and self.geometry.groups == 1 and not self.by_matrix
         return min(1, self.geometry.in_channels) if is_one else self.geometry.in_channels
 
@@ -204,7 +204,7 @@ class Fft(ConvLoop):
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of a block's tile, of its sums and of an activation's temporary, and of the spectra of these."""
+        """Bytes of a block's tile and sums with their spectra, and of an activation's temporary."""
         geometry, tile = self.geometry, self.tile
         spectrum = prod(tile.frequencies) * self.spectrum_dtype.itemsize
         read = tile.elements * self.x_dtype.itemsize * (1 + temporaries(geometry, self.problem.prologue))
@@ -215,7 +215,7 @@ class Fft(ConvLoop):
 
     @property
     def _again_bytes(self) -> int:
-        """Bytes of the smallest columns of a block that is computed again: of all channels, which need not be there at once else."""
+        """Bytes of the smallest columns of a recomputed block.  They have all channels, also if `one_by_one`."""
         return one_tap_bytes(self.problem, (1, 1, 1, 1), self.x_dtype.itemsize) * self.computes_again
 
     @property
@@ -228,7 +228,7 @@ class Fft(ConvLoop):
 
     @property
     def products_work(self) -> float:
-        """What the products of spectra take."""
+        """Estimated time of the products of spectra."""
         geometry, tile, samples = self.geometry, self.tile, self.blocks * self.block[0]
         pairs, frequencies = geometry.group_channels * geometry.out_channels, prod(tile.frequencies)
         if not self.by_matrix:
@@ -240,7 +240,7 @@ class Fft(ConvLoop):
 
     @property
     def weight_work(self) -> float:
-        """What the spectra of the weight take."""
+        """Estimated time of the spectra of the weight."""
         tile, pairs = self.tile, self.geometry.group_channels * self.geometry.out_channels
         reordered = prod(tile.of_kernel) * self.by_matrix
         return pairs * (tile.seconds(self.problem, pairs) + cost.apart(reordered, self.problem))
@@ -248,11 +248,11 @@ class Fft(ConvLoop):
     @property
     def calls(self) -> float:
         steps = -(-self.geometry.in_channels // (self.channels_at_once or 1))
-        return self.turns * (1 + steps) / 2 * cost.FFT_CALLS + cost.FFT_CALLS  # half of them on the way there
+        return self.turns * (1 + steps) / 2 * cost.FFT_CALLS + cost.FFT_CALLS  # forward transforms are half of them
 
     @property
     def flops(self) -> int:
-        """Operations of transforms and of products."""
+        """Floating-point operations of the transforms and the products."""
         geometry, tile, blocks = self.geometry, self.tile, self.blocks * self.block[0]
         pairs, images = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
         products = blocks * pairs * prod(tile.frequencies) * product_flops("complex64", "complex64")
@@ -260,7 +260,7 @@ class Fft(ConvLoop):
 
     @cached_property
     def computes_again(self) -> bool:
-        """Whether a block that is not finite is computed from its windows."""
+        """Whether a block that is not finite is recomputed from its windows."""
         return prod(self.block) * self.geometry.out_channels * self.geometry.reduction <= MOST_PRODUCTS
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ class Fft(ConvLoop):
         again = "computed again from its windows" if self.computes_again else "left so, all of it"
         return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
 
-    # What it does.
+    # Computation.
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry, sizes = self.geometry, self.tile.of_kernel
@@ -282,11 +282,12 @@ class Fft(ConvLoop):
         kernels = weight.reshape(*by_kernel.shape[:3], *geometry.kernel)
 
         def transform(part: tuple[int, slice, slice]) -> None:
-            # The conjugate's spectrum, conjugated.
+            # Conjugate both the kernel and its spectrum, so that a complex kernel itself is not conjugated.
             spectrum = self.tile.spectrum(np.conjugate(dilated(kernels[part], geometry)), 2)
             np.conjugate(spectrum, out=by_kernel[part])
 
-        # Kernels of several outputs at a time, or some of one's: a part for each thread, and their temporaries fit a block's memory.
+        # A part is the kernels of several outputs, or some kernels of one output.  There is a part for each thread, and
+        # its temporaries fit the memory of a block.
         count, one = len(kernels) * kernels.shape[1] * channels, prod(sizes) * self.spectrum_dtype.itemsize
         most = min(-(-count // self.threads), self.workspace // (3 * one))
         rows, some = even_part(kernels.shape[1], most // (channels or 1)), even_part(channels, most)
@@ -296,7 +297,7 @@ class Fft(ConvLoop):
         return Weights(weight, spectra)
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
-        """Compute the share of the result."""
+        """Compute this share of the result."""
         own = dict(arrays)
         for name, *ends in self.cut:
             if name in own:
@@ -313,15 +314,15 @@ class Fft(ConvLoop):
         return self._finite(run, weights.matrix, block, sums)
 
     def _finite(self, run: ConvRun, matrix: np.ndarray, block: Block, sums: np.ndarray) -> np.ndarray:
-        """A block's sums; computed again where they are not finite, unless that would take too long."""
+        """Return a block's sums, recomputed if they are not finite, unless that would take too long."""
         if self.computes_again and not np.isfinite(sums.sum()):
             return self._sums_of_columns(run, matrix, block)
         return sums.reshape(block.sums_shape)
 
     def _sums_by_element(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
-        """The sums (outputs, n, d, h, w) of spectra that are multiplied by element."""
+        """Return the sums (outputs, n, d, h, w), with spectra multiplied element by element."""
         geometry, size = self.geometry, (block.size[0], *self._tile_size(block))
-        weight = weight[:, :, :, None]  # for all samples
+        weight = weight[:, :, :, None]  # broadcast over samples
         for some in parts_of(geometry.in_channels, self.channels_at_once):
             image = run.images.scratch.array("tile", (some.stop - some.start, *size))
             run.images.some(some).read_tile(block, image)
@@ -332,11 +333,11 @@ class Fft(ConvLoop):
             else:
                 y = run.products.array("spectra", (geometry.groups, geometry.group_outputs, *x.shape[2:]), x.dtype)
                 multiply(x, weight[:, :, some], y, run.products, add=some.start > 0)
-            del x  # before the next is made
+            del x  # free it before the next one
         return self.tile.image(y.reshape(geometry.out_channels, *y.shape[2:]), 2, self._wanted(block))
 
     def _sums_by_matrix(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
-        """The same of spectra that are multiplied as matrices, channels last."""
+        """Return the sums (outputs, n, d, h, w), with spectra multiplied as matrices, channels last."""
         groups, samples = self.geometry.groups, block.size[0]
         image = run.images.scratch.array("tile", (*self._tile_size(block), samples, self.geometry.in_channels))
         run.images.read_tile(block, image.transpose(4, 3, 0, 1, 2))
@@ -353,7 +354,7 @@ class Fft(ConvLoop):
         return every(block.size[1:], self.geometry.stride)
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
-        """The sums as they are defined, of as many pixels and taps at a time as the block's memory has room for."""
+        """Compute the sums by their definition, for as many pixels and taps at a time as fit the block's memory."""
         problem, geometry, item = self.problem, self.geometry, self.x_dtype.itemsize
         most = geometry.taps
         while most > 1 and box_bytes(problem, (1, 1, 1, 1), item, most) > self.workspace:
@@ -432,9 +433,9 @@ class FftShares(Fft):
 
 
 def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch, add: bool = False) -> None:
-    """Spectra (groups, channels, ...) times those of a weight (groups, outputs, channels, ...), added over channels.
+    """Multiply spectra (groups, channels, ...) by those of a weight (groups, outputs, channels, ...).
 
-    With `add` to what the sums are.
+    The products are summed over channels.  With `add`, they are added to `sums`.
     """
     if x.shape[1] == 0:
         sums[...] = 0

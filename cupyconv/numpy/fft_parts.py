@@ -1,8 +1,8 @@
-"""The method "fft" where the kernel is cut too: no spectra of all of it, which a kernel as large as the image has no room for.
+"""The method "fft" with a kernel cut into parts, because the spectra of a kernel as large as the image do not fit.
 
-A sum over taps is one over parts of the kernel, of which each has a tile of its own, and products of spectra are added before
-they are brought back: partitioned convolution (Stockham, 1966, again; Torger and Farina, "Real-Time Partitioned Convolution
-for Ambiophonics Surround Sound", 2001).
+The sum over taps is a sum over parts of the kernel.  Each part has a tile of its own, and the products of spectra are
+added before the inverse transform.  This is partitioned convolution (Stockham, 1966, again; Torger and Farina,
+"Real-Time Partitioned Convolution for Ambiophonics Surround Sound", 2001).
 
 ::
 
@@ -13,8 +13,8 @@ for Ambiophonics Surround Sound", 2001).
 
     Y  =  sum over parts of  X conj(W)  --irfft-->  sums
 
-The spectra of a part are made for each block anew, those of a few channels at a time.  A tile that lies in padding alone is
-zeros, and left out.
+The spectra of a part are computed again for each block, a few channels at a time.  Tiles that are only padding are
+zero, and are left out.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.transforms import is_real, transformed_axes
 
-#: Spectra that there are at once of kernels that are transformed: padded along an axis, and what becomes of that.
+#: Arrays of a spectrum's size that exist at once per transformed kernel: padded along an axis, and transformed.
 OF_A_KERNEL = 3
-#: Calls to transform kernels, of which a block's `cost.FFT_CALLS` are a few times as many.
+#: Calls to transform kernels.  The `cost.FFT_CALLS` of a block are a few times as many.
 KERNEL_CALLS = cost.FFT_CALLS / 4
 
 
 @dataclass(frozen=True)
 class FftParts(Fft):
-    """Tiles of a block of the result under one part of the kernel after the other."""
+    """Compute the tiles of a block of the result under one part of the kernel after the other."""
 
     name: ClassVar[str] = "FFT of parts"
 
@@ -56,11 +56,11 @@ class FftParts(Fft):
     def tilings(cls, geometry: ConvGeometry) -> Iterator[dict[str, Any]]:
         return ({"block": (1, *extents), "taps": taps} for extents, taps in part_extents(geometry))
 
-    # What a block takes.
+    # Memory and cost of a block.
 
     @cached_property
     def part_geometry(self) -> ConvGeometry:
-        """That of the first part; none is larger."""
+        """Geometry of the first part; none is larger."""
         return self.geometry.with_taps(tuple(map(range, self.taps)))
 
     @cached_property
@@ -73,7 +73,7 @@ class FftParts(Fft):
 
     @cached_property
     def kernels_at_once(self) -> int:
-        """Kernels of an output that are transformed together."""
+        """Number of kernels of an output that are transformed together."""
         own = self.geometry.group_channels if self.channels_at_once > 1 else min(1, self.geometry.group_channels)
         return even_part(own, BLOCK // (OF_A_KERNEL * self._spectrum or 1))
 
@@ -83,7 +83,7 @@ class FftParts(Fft):
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of a block's tile and of its spectra, those of kernels and products; of the sums, and of an activation's temporary."""
+        """Bytes of a block's tile and sums, an activation's temporary, and spectra, also of kernels and products."""
         geometry, tile, samples = self.geometry, self.tile, self.block[0]
         read = tile.elements * self.x_dtype.itemsize * (1 + temporaries(geometry, self.problem.prologue))
         sums = tile.elements * self.sums_dtype.itemsize * (1 + bool(self.problem.activation))
@@ -94,7 +94,7 @@ class FftParts(Fft):
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of all blocks under all parts."""
+        """Number of tiles of all blocks under all parts."""
         return tiles_read(self.geometry, self.block, self.taps)
 
     @property
@@ -132,7 +132,7 @@ class FftParts(Fft):
         shown = " x ".join(map(str, self.geometry.spatial(self.taps)))
         return f"{super().__str__()}; parts of {shown} taps"
 
-    # What it does.
+    # Computation.
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:  # type: ignore[override]
         return weight
@@ -156,7 +156,7 @@ class FftParts(Fft):
         return self._finite(run, run.weight, block, sums)
 
     def _add_part(self, run: ConvRun, block: Block, kernels: np.ndarray, sums: np.ndarray) -> None:
-        """Add what a part of the kernel (groups, outputs, channels, *taps) does to the spectra of a block's sums."""
+        """Add the products with a kernel part (groups, outputs, channels, *taps) to the spectra of a block's sums."""
         geometry, size = self.geometry, (block.size[0], *self._tile_size(block))
         for some in parts_of(geometry.in_channels, self.channels_at_once):
             image = run.images.scratch.array("tile", (some.stop - some.start, *size))
@@ -170,10 +170,10 @@ class FftParts(Fft):
                     for channel, factor in zip(range(own.start, own.stop), weight):
                         more = run.products.array("product", x.shape[2:], x.dtype)
                         sums[group, output] += np.multiply(x[group, channel], factor, out=more)
-                    del weight  # before the next are made
+                    del weight  # free them before the next ones
             del x
 
     def _spectra(self, kernels: np.ndarray, geometry: ConvGeometry) -> np.ndarray:
-        """The conjugates of the spectra of kernels (channels, *taps): the conjugate's spectrum, conjugated."""
+        """Return the conjugate spectra of the conjugated kernels (channels, *taps)."""
         spectrum = self.tile.spectrum(np.conjugate(dilated(kernels, geometry)), 1)
         return np.conjugate(spectrum, out=spectrum)

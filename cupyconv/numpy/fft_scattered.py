@@ -1,16 +1,16 @@
-"""A transposed convolution by the fast Fourier transform: what a run of pixels brings to all elements that it reaches.
+"""Transposed convolution by the fast Fourier transform: a run of pixels contributes to all elements that it reaches.
 
-Blocks by overlap-add, the transpose of `fft`'s overlap-save.  Pixels of x are put a stride apart, between zeros, into a
-tile (`spectra`); the product with the kernel's spectrum is that of all that they bring:
+Blocks use overlap-add, the transpose of the overlap-save in `fft`.  Pixels of x are written to a tile (`spectra`) one
+stride apart, with zeros between them.  The tile's spectrum times the kernel's is the spectrum of their contribution:
 
 ::
 
     x, stride 2      |x . x . x . x . . . . .|     as long as all windows of the run reach
     kernel           [k   k   k]
-    brings           |v v v v v v v v v v v 0|     added to the result's elements; to those that padding is a copy of
-                                                   by the padding mode's index map
+    contribution     |v v v v v v v v v v v 0|     added to the result's elements; in padding, to the elements that
+                                                   the padding mode's index map copies
 
-It is for padding modes, which no convolution gathers: without, a transposed convolution is a convolution (`gathered`).
+This is for padding modes, which no convolution gathers; with zero padding, the result is a convolution (`gathered`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from cupyconv.problem.transforms import ERRORS, SMALLEST, is_real, transformed_a
 
 @lru_cache(maxsize=64)
 def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFft | int:
-    """The loop that is estimated to take the least, of as many channels at a time as there is room for.
+    """Return the loop with the least estimated time, for as many channels at a time as fit the limit.
 
-    Where there is no room, the bytes that the smallest needs.
+    If none fits, return the bytes that the smallest needs.
     """
     geometry, threads, exact = problem.geometry, problem.host.threads, accumulator(problem.dtype) == problem.dtype
     best: ScatteredFft | None = None
@@ -66,7 +66,7 @@ def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFf
 
 
 class FftRun(ScatteredRun):
-    """A run, and the weight's spectra (groups, channels, outputs, 1, *frequencies)."""
+    """A run with the weight's spectra (groups, channels, outputs, 1, *frequencies)."""
 
     def __init__(self, loop: ScatteredFft, arrays: Mapping[str, Any]) -> None:
         super().__init__(loop, arrays)
@@ -80,18 +80,18 @@ class FftRun(ScatteredRun):
         in_threads(loop.problem.host.threads, transform, product(*map(range, kernels.shape[:2])))
 
     def add_runs(self, sums: list[Piece], block: tuple[range, range]) -> None:
-        """Threads that have no block of their own work out other runs, which are then added in order."""
+        """Add all runs; threads without a block of their own compute some of them, and all are added in order."""
         loop: Any = self.loop
         for runs in parts_of(len(loop.pixel_runs), loop.helpers):
             pixels = loop.pixel_runs[runs]
             for values, own in zip(in_threads(len(pixels), partial(loop.values, self, block), pixels), pixels):
                 loop.add_values(self, sums, block, own, values)
-            del values  # before those of the next
+            del values  # free them before the next ones
 
 
 @dataclass(frozen=True)
 class ScatteredFft(ScatteredLoop):
-    """What a run of pixels brings to all elements, by a product of spectra."""
+    """Compute the contribution of a run of pixels to all elements by a product of spectra."""
 
     name: ClassVar[str] = "FFT"
     words: ClassVar[str] = f"products of spectra, added; {ERRORS}"
@@ -115,16 +115,16 @@ class ScatteredFft(ScatteredLoop):
             raise problem.no_room(SMALLEST, loop, limit)
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
-    # What a block takes.
+    # Memory and cost of a block.
 
     @cached_property
     def tile(self) -> Tile:
-        """That of a whole run."""
+        """The tile of a whole run."""
         return Tile.of(self.geometry, self.block[1:], is_real(self.problem), transformed_axes(self.geometry))
 
     @cached_property
     def helpers(self) -> int:
-        """Threads for the runs of a block."""
+        """Number of threads for the runs of a block."""
         return max(1, self.problem.host.threads // self.threads)
 
     @cached_property
@@ -137,12 +137,12 @@ class ScatteredFft(ScatteredLoop):
 
     @cached_property
     def _groups(self) -> int:
-        """Groups of a block."""
+        """Number of groups per block."""
         return max(1, self.channels // max(1, self.geometry.group_channels))
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of a run's tile and of what it brings, of their spectra, of x, and what borders and activations take."""
+        """Bytes of a run's tile and contribution, their spectra, x, and temporaries for borders and activations."""
         geometry, tile, channels = self.geometry, self.tile, self.channels
         outputs, spectrum = self._groups * geometry.group_outputs, prod(tile.frequencies) * self.spectrum_dtype.itemsize
         values = tile.elements * self.sums_dtype.itemsize * (1 + (geometry.padding_mode != "constant"))
@@ -154,7 +154,7 @@ class ScatteredFft(ScatteredLoop):
 
     @property
     def runs(self) -> int:
-        """Runs of pixels of a block."""
+        """Number of runs of pixels per block."""
         return prod(-(-n // own) for n, own in zip(self.geometry.out_size, self.block[1:]))
 
     @property
@@ -173,12 +173,12 @@ class ScatteredFft(ScatteredLoop):
 
     @cached_property
     def seconds(self) -> float:
-        # Threads that have no block of their own compute runs.
+        # Threads without a block of their own compute runs.
         return cost.shared(self.work, self.calls, self.blocks * self.runs, self.threads * self.helpers)
 
     @cached_property
     def computes_again(self) -> bool:
-        """Whether a run that is not finite is computed tap by tap."""
+        """Whether a run that is not finite is recomputed tap by tap."""
         products = prod(self.block) * self.channels * self.geometry.group_outputs * self.geometry.taps
         return products <= MOST_PRODUCTS
 
@@ -187,7 +187,7 @@ class ScatteredFft(ScatteredLoop):
         again = "computed again tap by tap" if self.computes_again else "left so, all of it"
         return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
 
-    # What it does.
+    # Computation.
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         in_threads(self.threads, FftRun(self, arrays).finish, self.each_block)
@@ -197,7 +197,7 @@ class ScatteredFft(ScatteredLoop):
         self.add_values(run, sums, block, pixels, self.values(run, block, pixels))
 
     def values(self, run: FftRun, block: tuple[range, range], pixels: tuple[range, ...]) -> np.ndarray:
-        """What a run of pixels brings to all that its windows reach: (channels, samples, d, h, w)."""
+        """Return a run's contribution to all elements that its windows reach: (channels, samples, d, h, w)."""
         geometry, (samples, channels), counts = self.geometry, block, [len(axis) for axis in pixels]
         groups, within = run.groups(channels)
         x = run.x_of(groups, samples, pixels)
@@ -217,7 +217,7 @@ class ScatteredFft(ScatteredLoop):
     def add_values(
         self, run: FftRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...], values: np.ndarray
     ) -> None:
-        """Add what a run of pixels brings."""
+        """Add the contribution of a run of pixels to the sums."""
         if self.computes_again and not np.isfinite(values.sum()):
             self._add_taps(run, sums, block, pixels)
         else:
@@ -226,7 +226,7 @@ class ScatteredFft(ScatteredLoop):
     def _add_taps(
         self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]
     ) -> None:
-        """The same as it is defined."""
+        """Add the contribution of a run of pixels by its definition, tap by tap."""
         samples, channels = block
         shape = (len(channels), len(samples), *map(len, pixels))
         groups, within = run.groups(channels)

@@ -1,14 +1,14 @@
-"""The gradient of a weight by the fast Fourier transform: the correlation of x with the gradient that arrives.
+"""Weight gradient by the fast Fourier transform: the correlation of x with the incoming gradient.
 
 ::
 
     x of a block        |x x x x x x x x x x x x|      what all windows of the block read, a tile (`spectra`)
-    grad, stride 2      |g . g . g . g . . . . .|      a stride apart, between zeros
-    weight gradient     |d . d . d|. . . . . . .       of conj(rfft(grad)) rfft(x), summed over samples: what lies under
-                                                       the taps, a dilation apart
+    grad, stride 2      |g . g . g . g . . . . .|      one stride apart, with zeros between
+    weight gradient     |d . d . d|. . . . . . .       from conj(rfft(grad)) rfft(x), summed over samples: the elements
+                                                       at the taps, one dilation apart
 
-Every block's part is brought back and added to the sums, a few outputs at a time.  A kernel nearly as large as the image is
-cut too: what a block brings to one part of it has a tile of its own, shorter than the image.
+The contribution of every block is transformed back and added to the sums, a few outputs at a time.  A kernel nearly as
+large as the image is cut too: a block's contribution to each part has a tile of its own, shorter than the image.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cupyconv.problem.transforms import ERRORS, SMALLEST, transformed_axes
 
 @lru_cache(maxsize=64)
 def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> GradientFft | int:
-    """The loop that is estimated to take the least; where there is no room, the bytes that the smallest needs."""
+    """Return the loop with the least estimated time; if none fits the limit, the bytes that the smallest needs."""
     geometry, threads, least = problem.geometry, problem.host.threads, 0
     best: GradientFft | None = None
     for extents, taps in chain(
@@ -60,7 +60,7 @@ def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> Gradien
             continue
         lines = min(min(room - line.index_bytes, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(geometry, line.block, lines))
-        if loop.workspace + loop.index_bytes > room:  # several lines have spectra that are added
+        if loop.workspace + loop.index_bytes > room:  # several lines need memory to add their spectra
             loop = line
         if best is None or loop.seconds < best.seconds:
             best = loop
@@ -69,15 +69,15 @@ def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> Gradien
 
 @dataclass(frozen=True)
 class GradientFft(WeightGradientLoop):
-    """Products of the spectra of x and of the gradient, block by block."""
+    """Multiply the spectra of x and of the gradient, block by block."""
 
     name: ClassVar[str] = "FFT"
     words: ClassVar[str] = f"products of spectra; {ERRORS}"
     reads_boxes: ClassVar[bool] = True
-    products_are_summed: ClassVar[bool] = False  # those of taps lie apart
+    products_are_summed: ClassVar[bool] = False  # products of taps are strided
 
     problem: WeightGradientProblem
-    #: Taps of a part of the kernel, whose sums are worked out together.
+    #: Taps of a part of the kernel, whose sums are computed together.
     taps: Triple = (1, 1, 1)
 
     @classmethod
@@ -95,22 +95,22 @@ class GradientFft(WeightGradientLoop):
             raise NotApplicable(problem.no_room(SMALLEST, loop, limit))
         return loop
 
-    # What a block takes.
+    # Memory and cost of a block.
 
     @cached_property
     def is_real(self) -> bool:
-        """Whether transforms are of real numbers: of a factor that alone is complex its parts are."""
+        """Whether transforms are of real numbers; if one factor alone is complex, its parts are transformed."""
         return self.x_dtype.kind == "f"
 
     @cached_property
     def tile(self) -> Tile:
-        """That of a whole block."""
+        """The tile of a whole block."""
         part = self.geometry.with_taps(tuple(map(range, self.taps)))
         return Tile.of(part, self.block[1:], self.is_real, transformed_axes(self.geometry))
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of all blocks under all parts."""
+        """Number of tiles of all blocks under all parts."""
         return tiles_read(self.geometry, self.block, self.taps)
 
     @property
@@ -119,7 +119,7 @@ class GradientFft(WeightGradientLoop):
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
-        """Of one tap: where several are multiplied, as a block is computed again, that is within its memory."""
+        """Return the bytes of one tap's product; products of several taps, to recompute a block, fit its memory."""
         return super().product_bytes(problem) // problem.geometry.taps
 
     @cached_property
@@ -128,12 +128,12 @@ class GradientFft(WeightGradientLoop):
 
     @cached_property
     def several(self) -> int:
-        """Outputs of a group that are brought back together."""
+        """Number of outputs of a group that are transformed back together."""
         return even_part(self.geometry.group_outputs, BLOCK // (self._output_bytes or 1))
 
     @property
     def _output_bytes(self) -> int:
-        """Bytes of an output of each group: its gradients and their spectra, the products', and what comes back."""
+        """Bytes per output of each group: its gradients and their spectra, products, and their inverse transforms."""
         geometry, tile = self.geometry, self.tile
         spectrum, image = prod(tile.frequencies) * self.spectrum_dtype.itemsize, tile.elements * self.x_dtype.itemsize
         grad = geometry.groups * self.block[0] * (image + 2 * spectrum)
@@ -161,7 +161,7 @@ class GradientFft(WeightGradientLoop):
 
     @cached_property
     def computes_again(self) -> bool:
-        """Whether a block that is not finite is computed from its windows."""
+        """Whether a block that is not finite is recomputed from its windows."""
         geometry = self.geometry
         return prod(self.block) * geometry.out_channels * geometry.group_channels * prod(self.taps) <= MOST_PRODUCTS
 
@@ -173,7 +173,7 @@ class GradientFft(WeightGradientLoop):
             parts = f"; parts of {' x '.join(map(str, self.geometry.spatial(self.taps)))} taps"
         return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}{parts}"
 
-    # What it does.
+    # Computation.
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
@@ -186,7 +186,7 @@ class GradientFft(WeightGradientLoop):
             self._add_part(run, block.with_taps(part), images, [(grad, sums[own]) for grad, sums in kernels], is_first)
 
     def _add_part(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
-        """Add to the sums (groups, rows, channels, *taps) of a part of the kernel."""
+        """Add a block's contribution to the sums (groups, rows, channels, *taps) of a part of the kernel."""
         geometry = block.geometry
         if not block.tile(geometry.in_channels).not_zeros:
             for _, sums in pairs if is_first else ():
@@ -207,15 +207,15 @@ class GradientFft(WeightGradientLoop):
                     target[...] = values
                 else:
                     target += values
-                del values  # before memory for the next ones is had
+                del values  # free them before the next ones
 
     def _product(self, images: Images, block: Block, x: np.ndarray, grad: np.ndarray) -> np.ndarray:
-        """The gradients (groups, outputs, channels, *taps) of some outputs."""
+        """Return the weight gradients (groups, outputs, channels, *taps) of some outputs."""
         geometry, axes = block.geometry, (*grad.shape[:2], block.size[0])
         apart = images.scratch.array("grad", (*axes, *self.tile.shape(tile_size(geometry, block.size[1:]))))
         apart.fill(0)
         place: Any = (..., *every(block.size[1:], geometry.stride))
-        # The conjugate's spectrum, conjugated.
+        # Conjugate both the gradient and its spectrum, so that a complex gradient itself is not conjugated.
         np.conjugate(grad, out=apart[place])
         spectrum = self.tile.spectrum(apart, 3)
         factor = np.conjugate(spectrum, out=spectrum)[:, :, None]
@@ -235,7 +235,7 @@ class GradientFft(WeightGradientLoop):
     def _of_columns(
         self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, target: np.ndarray
     ) -> np.ndarray:
-        """The same as it is defined, of as many pixels and taps at a time as the block's memory has room for."""
+        """Compute the gradients by definition, for as many pixels and taps at a time as fit the block's memory."""
         problem, geometry, item, room = self.problem, block.geometry, self.x_dtype.itemsize, self.columns_bytes
         most = geometry.taps
         while most > 1 and box_bytes(problem, (1, 1, 1, 1), item, most) > room:

@@ -1,13 +1,13 @@
-"""An input gradient through a padding mode: as if zeros lay around the image, and then the borders' folded onto it.
+"""Input gradient through a padding mode: the gradient with zero padding, plus the folded gradients of the borders.
 
 ::
 
     padded image     | border |          image          | border |
-                      c  b  a   . a  b  c . . . x  y  z .  z  y  x        "reflect": each border element stands for one inside
-                         \\____________^           ^____________/           and hands its gradient on to it
+                      c  b  a   . a  b  c . . . x  y  z .  z  y  x        "reflect": a border element copies one inside
+                         \\____________^           ^____________/           and its gradient is added there
 
-The gradient of each part of the padded image is a transposed convolution of its own, with zeros around it, and small but
-for the image's.  A border is computed beside the image and then added where its elements stand for others.
+The gradient of each part of the padded image is a transposed convolution of its own, with zeros around it.  All except
+the image's are small.  A border is computed in an array of its own, and then added to the elements that it copies.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
-#: Elements of the padded image for each of the image's, up to which the borders are worth a few calls each.
+#: Size of the padded image relative to the image, up to which the borders are worth a few calls each.
 MOST_PADDED = 2
-#: Operations for which another thread is worth waking.
+#: Floating-point operations that make another thread worth waking.
 THREAD_FLOPS = 100_000_000
-#: A part of the padded image: elements along each axis, of which the image's begin at 0.
+#: A part of the padded image: a range of elements along each axis.  Those of the image begin at 0.
 Box = tuple[range, range, range]
 
 
 @dataclass(frozen=True)
 class Border(NumpyStep):
-    """A border's gradient, added to the elements that it stands for.
+    """Compute a border's gradient, and add it to the elements that the border copies.
 
-    `box` reaches over the border along its first axis that is not inside the image, and over all padding along later ones.
+    `box` covers the border along its first axis that is not inside the image, and all padding along later axes.
     """
 
     problem: TransposedProblem
@@ -54,7 +54,7 @@ class Border(NumpyStep):
 
     @property
     def has_zero_taps(self) -> bool:
-        """Whether a loop multiplies x by zeros too."""
+        """Whether a loop also multiplies x by zeros."""
         return any(loop.has_zero_taps for loop in cast("tuple[GatheredLoop, ...]", self.loops))
 
     @property
@@ -91,7 +91,7 @@ class Border(NumpyStep):
         self._add(image, own, self.box[own], border)
 
     def _add(self, image: np.ndarray, axis: int, beside: range, border: np.ndarray) -> None:
-        """Add the elements of a border along an axis to those of the image that they stand for."""
+        """Add the elements of a border along an axis to the elements of the image that they copy."""
         if not beside:
             return
         mode = self.problem.geometry.padding_mode
@@ -107,12 +107,12 @@ class Border(NumpyStep):
 
 
 def _along(image: np.ndarray, axis: int, run: range) -> np.ndarray:
-    """Some elements along a spatial axis."""
+    """Return a view of some elements along a spatial axis."""
     return image[(slice(None),) * (2 + axis) + (slice(run.start, run.stop),)]
 
 
 def plan_folded(problem: TransposedProblem) -> Plan:
-    """The plan of an image and its borders, all gathered; ValueError where adding products takes less."""
+    """Plan an image and its borders, all gathered; raise ValueError if that does not apply."""
     geometry = problem.geometry
     sizes = list(zip(geometry.before, geometry.size, geometry.after))
     padded = prod(map(sum, sizes))
@@ -132,7 +132,7 @@ def plan_folded(problem: TransposedProblem) -> Plan:
             raise NotApplicable("borders do not fit the workspace limit")
         part = replace(problem, geometry=_part(geometry, box), outs=outs, workspace_limit=problem.limit - 2 * nbytes)
         if problem.method == "winograd":
-            part = replace(part, method="auto")  # it is not for strips
+            part = replace(part, method="auto")  # Winograd's method is not for strips
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
         plan = plan_gathered(replace(part, machine=replace(problem.host, threads=threads)))
         beside = max(beside, 2 * nbytes)
@@ -149,7 +149,7 @@ def plan_folded(problem: TransposedProblem) -> Plan:
 
 
 def _borders(geometry: ConvGeometry) -> Iterator[Box]:
-    """The parts of the padded image around the image, none twice."""
+    """Yield the parts of the padded image around the image, without overlap."""
     for axis in range(3):
         size = geometry.size[axis]
         for along in (range(-geometry.before[axis], 0), range(size, size + geometry.after[axis])):
@@ -165,7 +165,7 @@ def _borders(geometry: ConvGeometry) -> Iterator[Box]:
 
 
 def _part(geometry: ConvGeometry, box: Box) -> ConvGeometry:
-    """The same convolution, of a part of the padded image with zeros around it."""
+    """Return the geometry of the convolution on a part of the padded image, with zeros around it."""
     before = tuple(pad + along.start for pad, along in zip(geometry.before, box))
     ends = [size + after for size, after in zip(geometry.size, geometry.after)]
     return replace(

@@ -1,11 +1,11 @@
-"""A transposed convolution gathered: each part of its result is a convolution of x with some of the taps, reversed.
+"""Transposed convolution, gathered: each part of the result is a convolution of x with some of the taps, reversed.
 
 ::
 
     result, stride 2    e o e o e o      even elements are reached through some taps, odd ones through the others:
     x                   |   |   |        two convolutions of stride 1, each written to every other element
 
-What no tap reaches, of a stride larger than the kernel, is zeros: they are written all over the result first.
+If the stride is larger than the kernel, no tap reaches some elements: zeros are first written to the whole result.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, phases_of
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
-#: Convolutions that a result may fall apart into to be gathered: stride 4 along two axes.
+#: Most convolutions that a result may be split into to be gathered: stride 4 along two axes.
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
 class GatheringStep(NumpyStep):
-    """A step of a transposed convolution that a convolution of x computes, by a weight whose sides are exchanged first."""
+    """A step of a transposed convolution: a convolution of x by a weight with inputs and outputs exchanged."""
 
     problem: TransposedProblem
     convolution: ConvLoop
 
     @property
     def own_calls(self) -> int:
-        """Calls beside the convolution's."""
+        """Calls in addition to the convolution's."""
         return cost.GATHERED_CALLS
 
     @property
     def weight_elements(self) -> int:
-        """How many are copied as the weight is exchanged."""
+        """Number of elements that are copied to exchange the weight."""
         return prod(self.problem.weight.shape)
 
     @property
@@ -74,17 +74,17 @@ class GatheringStep(NumpyStep):
 
 @dataclass(frozen=True)
 class GatheredLoop(GatheringStep):
-    """A part of a transposed convolution's result as a convolution, of `geometry`, or a share of one: a phase along each axis.
+    """A part of a transposed convolution's result, a phase along each axis, as a convolution or a share of one.
 
-    Its weight is that of the channels from `first_channel` of the concatenated results on, has the phases' taps, and
-    outputs and channels of each group exchanged.
+    The convolution has `geometry`.  Its weight has the taps of the phases, for the channels from `first_channel` of the
+    concatenated results on, and outputs and channels of each group are exchanged.
     """
 
     geometry: ConvGeometry
     output: str
     first_channel: int
     phases: tuple[AxisPhase, ...]
-    keeps: bool = False  # what a run of the convolution sets up, from call to call
+    keeps: bool = False  # whether calls reuse what a run of the convolution sets up
 
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps) * is_reached(self.phases)) for axis in self.phases)
@@ -92,7 +92,7 @@ class GatheredLoop(GatheringStep):
         every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
 
-    #: Whether x is multiplied by zeros too.
+    #: Whether x is also multiplied by zeros.
     has_zero_taps = False
 
     @property
@@ -127,19 +127,19 @@ class GatheredLoop(GatheringStep):
 
     @cached_property
     def _convolve(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the convolution; as a call of it alone would, which keeps what it sets up, where all parts may."""
+        """The function that runs the convolution; with `keeps`, one that reuses its setup, as a call of it would."""
         return self.convolution.executable() if self.keeps else self.convolution.run
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
-        """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
+        """Return the taps of the part: a copy, or an array without elements if no tap reaches the part."""
         geometry = self.geometry
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        # Backwards, to the first tap of the phase: one more step would lead before the kernel.
+        # Reversed, down to the first tap of the phase: one more step would be before the kernel.
         reversed_taps: Any = tuple(slice(axis.taps.start, None, axis.taps.step) for axis in self.phases)
         own = slice(self.first_channel, self.first_channel + geometry.out_channels // geometry.groups)
         taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
-        # (groups, channels of the result, of x, taps)
+        # (groups, channels of x, channels of the result, *taps); the copy exchanges the two.
         grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
         exchanged = np.array(grouped.swapaxes(1, 2), order="C")
         if self.problem.conjugate:
@@ -149,14 +149,14 @@ class GatheredLoop(GatheringStep):
 
 @dataclass(frozen=True)
 class Zeros(NumpyStep):
-    """Zeros all over results that taps do not reach everywhere, before what they reach is written.
+    """Fill results with zeros before the elements that taps reach are written.
 
-    One run of memory takes a fraction of what the elements take that no tap reaches, which lie apart.
+    To fill one contiguous run takes a fraction of the time to fill only the unreached elements, which are strided.
     """
 
     problem: TransposedProblem
 
-    #: As those of the loops that follow it.
+    #: The loops that follow have the same attributes.
     adds_zeros = has_zero_taps = False
 
     @property
@@ -185,7 +185,7 @@ class Zeros(NumpyStep):
 
 
 def check_gathers(problem: TransposedProblem) -> None:
-    """NotApplicable where the results are no convolutions of x."""
+    """Raise NotApplicable if the results are no convolutions of x."""
     if problem.geometry.padding_mode != "constant" or not problem.weight_is_finite:
         raise NotApplicable("products are added where the kernel reaches")
     if problem.geometry.groups > 1 and len(problem.outs) > 1:
@@ -193,7 +193,7 @@ def check_gathers(problem: TransposedProblem) -> None:
 
 
 def plan_gathered(problem: TransposedProblem) -> Plan:
-    """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
+    """Plan the results as convolutions; raise ValueError if that does not apply, or one of them has no plan."""
     geometry = problem.geometry
     phases = phases_of(geometry)
     check_gathers(problem)
@@ -215,7 +215,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         problems.append((part, out.name, first, phase))
     plans: list[Plan] = []
     steps: list[NumpyStep] = [Zeros(problem)] if len(reached) < len(phases) else []
-    known: dict[tuple[Any, ...], Plan] = {}  # of parts that differ by a row of padding at most
+    known: dict[tuple[Any, ...], Plan] = {}  # for parts that differ by at most a row of padding
     for part, name, first, phase in problems:
         kind = part.geometry.kernel, part.geometry.in_channels, part.geometry.out_channels, part.method
         plan = plan_like(known[kind], part) if kind in known else plan_conv(part)
@@ -224,7 +224,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
-    # All parts together keep no more than one convolution may: a call with more would be planned each time.
+    # All parts together cache no more than one convolution may: with more, each call would be planned again.
     kept = sum(step.convolution.kept_memory for step in steps if isinstance(step, GatheredLoop))
     blocks = max(plan.workspace_bytes for plan in plans)
     if kept <= min(KEPT_MEMORY, max(blocks, problem.limit_with(weight) - weight)):

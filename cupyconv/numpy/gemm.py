@@ -1,4 +1,4 @@
-"""Products: of columns that are written for them, or of the input where it lies.
+"""Matrix products of columns, which are copied first, or of the input in place.
 
 ::
 
@@ -50,25 +50,25 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable
 if TYPE_CHECKING:
     from cupyconv.numpy.lone_product import LoneProduct
 
-#: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
+#: Outputs from which a 1x1 product is compute-bound: each element that is read is used this many times.
 PRODUCT_OUTPUTS = 32
-#: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
+#: Pixels from which longer products are not faster.  Every product reads, and packs, the whole weight.
 LONG_PRODUCT = 256
-#: Bytes of columns up to which one product alone is bound by what is set up for it.
+#: Bytes of columns up to which setup dominates the time of a lone product.
 SMALL = 128 << 10
 
 
 @dataclass(frozen=True)
 class Product(ConvLoop):
-    """One product for each block and group; a lone one is divided among threads."""
+    """One product per block and group; threads may share a lone product."""
 
     problem: ConvProblem
-    #: The threads that divide each product.
+    #: Number of threads that share each product.
     divided: int = 1
 
     @classmethod
     def may_be_whole(cls, problem: ConvProblem) -> bool:
-        """Whether the rows of one product for all may take less than blocks."""
+        """Whether one product for all pixels, divided by rows of the weight, may take less time than blocks."""
         return is_undivided(problem)
 
     @classmethod
@@ -90,12 +90,12 @@ class Product(ConvLoop):
 
     @property
     def rows_on(self) -> int:
-        """Threads of ours that share the rows of a product: those that were found worth it, else BLAS divides it."""
+        """Threads of this library that share a product's rows; 1 if the caller set their number: BLAS then divides."""
         return self.divided if self.problem.host.most else 1
 
     @cached_property
     def lone(self) -> LoneProduct | None:
-        """What runs it where it is one small product."""
+        """The runner of a loop that is one small product; else None."""
         return None
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
@@ -109,27 +109,27 @@ class Product(ConvLoop):
         pixels = prod(self.block) * self.x_dtype.itemsize
         if pixels * max(1, self.problem.geometry.reduction) > SMALL:
             return None
-        from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
+        from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported only for small products
 
         if not is_lone(self):
             return None
         lone = LoneProduct(self, is_view)
-        return lone if lone.nbytes <= KEPT_MEMORY else None  # far strides, many outputs
+        return lone if lone.nbytes <= KEPT_MEMORY else None  # None for large strides or many outputs
 
     @cached_property
     def products_work(self) -> float:
-        """What products take on one thread."""
+        """Estimated time of all products on one thread."""
         one = self.parts.seconds if self.parts else cost.product(*self._sizes, self.problem)
         return self.blocks * self.geometry.groups * one
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Those of a block's product: outputs, reduction and pixels."""
+        """Outputs, reduction and pixels of a block's product."""
         return self.geometry.group_outputs, self.geometry.reduction, prod(self.block)
 
     @cached_property
     def parts(self) -> cost.Parts | None:
-        """Those of a block's product, where they take less than a whole."""
+        """Parts of a block's product, if they take less time than the whole; else None."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class Product(ConvLoop):
 
     @property
     def divided_work(self) -> float:
-        """What products take where threads divide each: of one group ours have rows of the weight, and pack all columns each."""
+        """Estimated time of products that threads share; with one group, each has some rows and packs all columns."""
         groups, (rows, reduction, columns) = self.geometry.groups, self._sizes
         if self.rows_on == 1 or groups >= self.rows_on or self.parts:
             return self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)
@@ -154,12 +154,12 @@ class Product(ConvLoop):
 
     @property
     def columns_written(self) -> float:
-        """What it takes to write columns."""
+        """Estimated time to write columns."""
         return 0.0
 
 
 class View(Product):
-    """The input is columns as it lies: a kernel of one tap, and pixels or channels side by side."""
+    """The input is used as columns in place: the kernel has one tap, and pixels or channels are contiguous."""
 
     name = "view"
     turn_calls = 3
@@ -179,14 +179,14 @@ class View(Product):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
-            # In no memory but the result's.
+            # The loop needs no memory except the result.
             geometry, threads = problem.geometry, problem.host.threads
             share = share_of_pixels(geometry, threads, geometry.batch * geometry.pixels)
             blocks = cls(problem, block_of_pixels(geometry, share, geometry.batch))
             if not is_undivided(problem):
                 return blocks
             whole = cls(problem, (geometry.batch, *geometry.out_size), threads)
-            # One product, which threads divide, where the caller has said how many there are: all of them have a part.
+            # If the caller set the number of threads, use one product, so that every thread has a part.
             return min(whole, blocks, key=attrgetter("seconds")) if problem.host.most else whole
         return super().fitted(problem, fixed, limit)
 
@@ -293,17 +293,17 @@ class Columns(Product):
         return part_of(*self._sizes, self.factor_dtype, self.parts)
 
     def _steps(self, images: Images, block: Block) -> tuple[np.ndarray, list[np.ndarray]]:
-        """A block's columns, and the parts of the matrices of all groups that they are."""
+        """Return a block's columns, and their parts as matrices of all groups."""
         matrix = images.rows_of_columns(block)
         by_group = matrix.reshape(self.geometry.groups, self.geometry.reduction, block.area)
         return matrix.reshape(block.columns_shape), column_parts(by_group, self._part[1])
 
 
 def is_undivided(problem: ConvProblem) -> bool:
-    """Whether it is one product, divided by the rows of the weight rather than by pixels.
+    """Whether the convolution is one product, divided by the rows of the weight rather than by pixels.
 
-    Of a lone sample's, halves take longer than BLAS's own threads do; of a weight larger than all columns, each part
-    would read the weight again.  A BLAS that uses fewer threads than asked for divides nothing.
+    Halves of a single sample take longer than a product that BLAS's threads share.  If the weight is larger than all
+    columns, each part would read it again.  A BLAS that uses fewer threads than requested divides nothing.
     """
     geometry = problem.geometry
     item = ITEMSIZE[accumulator(problem.x_dtype)]
@@ -312,24 +312,24 @@ def is_undivided(problem: ConvProblem) -> bool:
     is_one = columns <= PRODUCT_BLOCK and (geometry.batch == 1 or weight > columns)
     if not is_one or problem.host.threads == 1:
         return is_one
-    from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
+    from cupyconv.numpy.threads import BLAS  # searches for BLAS libraries: not for small problems
 
     return BLAS.threads >= problem.host.threads
 
 
 def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
-    """The weight; beside real images, a complex one's real and imaginary parts as twice as many outputs."""
+    """Return the weight; if it alone is complex, its real and imaginary parts as twice as many outputs."""
     if loop.problem.factor_alone_is_complex:
         return np.concatenate([weight.real, weight.imag], axis=1)
     return weight
 
 
 def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
-    """A block's sums: the weight, `with_parts`, times columns."""
+    """Return a block's sums: the weight, as returned by `with_parts`, times columns."""
     geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
     threads, parts = (loop.rows_on, loop.parts) if isinstance(loop, Product) else (1, None)
-    if loop.problem.x_alone_is_complex:  # its parts are twice as many real pixels
+    if loop.problem.x_alone_is_complex:  # real and imaginary parts are twice as many real pixels
         sums = multiply(weight, columns.view(weight.dtype), threads).view(loop.sums_dtype)
     elif loop.problem.factor_alone_is_complex:
         real, imaginary = np.split(multiply(weight, columns, threads), 2, axis=1)
@@ -350,7 +350,7 @@ def multiply(
     place: np.ndarray | None = None,
     parts: cost.Parts | None = None,
 ) -> np.ndarray:
-    """The products of all groups, of which each thread computes some groups, or some rows."""
+    """Return the products of all groups; each thread computes some groups, or some rows."""
     if threads == 1:
         return in_runs(weight, columns, place, parts)
     from cupyconv.numpy.threads import in_threads

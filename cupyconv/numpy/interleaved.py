@@ -1,12 +1,12 @@
-"""A transposed convolution at strides as one convolution: the phases of a channel are outputs beside each other.
+"""A strided transposed convolution as one convolution, in which the phases of a channel are neighbouring outputs.
 
 ::
 
     result, stride 2    e o e o e o      even and odd elements read nearly the same elements of x: each is an output of
     x                   |   |   |        one convolution of stride 1, whose sums are written to every other element
 
-A phase that is reached through fewer taps than the others has zeros in their place.  Beside a convolution for each phase
-(`gathered`), these are multiplied in vain; but x is read once, products have more rows, and there are fewer calls.
+A phase with fewer taps than the others has zeros instead.  Compared with one convolution per phase (`gathered`), these
+zeros are wasted work; in return, x is read once, products have more rows, and there are fewer calls.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.polyphase import AxisPhase, joint_phase, phase_problem, phases_along
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
-#: Phases that are outputs of one convolution: stride 4 along two axes.
+#: Most phases that may be outputs of one convolution: stride 4 along two axes.
 MOST_OUTPUTS = 16
-#: Most products, beside those that are needed.
+#: Most products, as a multiple of the products that are needed.
 MOST_ZEROS = 2.5
-#: Why phases that are outputs of one convolution are not computed by transforms.
+#: Why the method "fft" does not compute phases as outputs of one convolution.
 NO_TRANSFORMS = "transforms do not write their results phase by phase"
 
 
 @dataclass(frozen=True)
 class InterleavedLoop(GatheringStep):
-    """A convolution whose outputs are all phases of the channels of a result, from `first_channel` of all on."""
+    """A convolution whose outputs are all phases of a result's channels, from `first_channel` of all results on."""
 
     output: str
     first_channel: int
-    phases: tuple[tuple[AxisPhase, ...], ...]  # of each axis
-    joint: tuple[AxisPhase, ...]  # one along each axis, which has the taps of all
+    phases: tuple[tuple[AxisPhase, ...], ...]  # per axis
+    joint: tuple[AxisPhase, ...]  # per axis, one phase with room for the taps of all
 
     @property
     def own_calls(self) -> int:
-        # Beside what storing sums takes: for each phase of a block.
+        # The second term is for storing the sums of each phase of a block.
         return cost.GATHERED_CALLS + 4 * self.count * (1 + self.convolution.turns)
 
     @property
@@ -65,7 +65,7 @@ class InterleavedLoop(GatheringStep):
 
     @cached_property
     def count(self) -> int:
-        """Phases of a channel."""
+        """Number of phases per channel."""
         return prod(map(len, self.phases))
 
     #: Windows may reach beyond x, where the result has no term.
@@ -73,7 +73,7 @@ class InterleavedLoop(GatheringStep):
 
     @property
     def has_zero_taps(self) -> bool:
-        """Whether x is multiplied by zeros too."""
+        """Whether x is also multiplied by zeros."""
         return any(len(phase.taps) < len(joint.taps) for own, joint in zip(self.phases, self.joint) for phase in own)
 
     @cached_property
@@ -92,7 +92,7 @@ class InterleavedLoop(GatheringStep):
         self.convolution.run(parts, run_of=partial(InterleavedRun, stride=self.problem.geometry.stride, firsts=firsts))
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
-        """The weight whose outputs are a channel's phases: each has its taps, last to first, where its window begins."""
+        """Return the weight with phases as outputs: each has its taps, last to first, where its window begins."""
         geometry = self.convolution.geometry
         channels = geometry.out_channels // self.count // geometry.groups
         own = five_axes(weight)[:, self.first_channel : self.first_channel + channels]
@@ -112,7 +112,7 @@ class InterleavedLoop(GatheringStep):
 
 
 class InterleavedRun(ConvRun):
-    """A run whose sums are phases."""
+    """A run that writes the sums of each phase to every `stride`-th element of the result."""
 
     def __init__(
         self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch, *, stride: Triple, firsts: list[Triple]
@@ -129,7 +129,7 @@ class InterleavedRun(ConvRun):
 
 
 def plan_interleaved(problem: TransposedProblem) -> Plan:
-    """The plan of one convolution for each result; ValueError where its phases have no joint window."""
+    """Plan one convolution per result; raise ValueError if its phases have no joint window."""
     geometry = problem.geometry
     check_gathers(problem)
     if problem.method == "fft":
@@ -142,7 +142,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     taps = tuple(len(axis.taps) for axis in joint)
     if prod(taps) * count > MOST_ZEROS * geometry.taps:
         raise NotApplicable("most products would be with zeros")
-    # (of all results, channels, ...)
+    # Bytes of the weights of all results.
     nbytes = geometry.in_channels * count * geometry.group_outputs * prod(taps) * problem.weight.itemsize
     if nbytes > problem.limit // 2:
         raise NotApplicable("the weight of all phases takes more than half of the workspace limit")
@@ -162,7 +162,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": nbytes, "blocks": max(plan.workspace_bytes for plan in plans)}
     reason = f"gathered, {count} phases as outputs, {largest.reason}"
-    # The convolution within knows only that it was told not to.
+    # The inner convolution only reports that its options forbid transforms.
     why = {"fft": NO_TRANSFORMS} if problem.allow_fft else {}
     rejected = tuple((method, why.get(method, said)) for method, said in largest.rejected)
     return by_another(problem, largest, steps, sizes=sizes, reason=reason, rejected=rejected)

@@ -1,6 +1,6 @@
-"""A small convolution that is one product: what each call would set up stays from call to call.
+"""A small convolution that is one product, whose setup is cached between calls.
 
-Most of such a call is Python between NumPy's loops.  So views, and the memory that they are of, are made once:
+Python code between NumPy's loops takes most of the time of such a call.  So views and their memory are created once:
 
 ::
 
@@ -8,8 +8,8 @@ Most of such a call is Python between NumPy's loops.  So views, and the memory t
                       whose border        as windows                       or y itself
                       stays zero; or x
 
-At stride 1 the columns of a tap may be one run of the tile, with what lies between the rows of its pixels: a long run is
-copied in a third of the time of short ones.  Nobody reads the sums between rows:
+At stride 1, the columns of a tap may be one run of the tile, with the elements between the rows of its pixels.  A long
+run is copied in a third of the time of short ones.  The sums between rows are never read:
 
 ::
 
@@ -17,7 +17,7 @@ copied in a third of the time of short ones.  Nobody reads the sums between rows
     2 x 4 of them               . . . . . .     columns of tap (1, 2)    from 8 on     . . . . . . . . . .
                                 . . . . . .     sums                                   y y y y - - y y y y
 
-A signal and one filter need no columns: `toeplitz_line`.
+A signal and one filter need no columns: see `toeplitz_line`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def is_lone(loop: Product) -> bool:
-    """Whether a loop is one product of arrays as they are, all in the dtype that is computed in."""
+    """Whether a loop is one product of unconverted arrays, all in the compute dtype."""
     problem, geometry = loop.problem, loop.geometry
     arrays = (*problem.xs, problem.weight, problem.out, problem.bias, problem.residual, problem.pre)
     return (
@@ -58,15 +58,15 @@ def is_lone(loop: Product) -> bool:
 
 
 class _Memory(NamedTuple):
-    """What one call at a time writes."""
+    """Memory that one call at a time writes."""
 
     columns_of: Callable[[np.ndarray], np.ndarray]
-    sums: np.ndarray | None  # where they are not the result
-    pixels: np.ndarray | None  # of the sums, in an image of five axes
+    sums: np.ndarray | None  # None if they are the result
+    pixels: np.ndarray | None  # view of the sums as an image of five axes
 
 
 class LoneProduct:
-    """What runs such a loop; `is_view` says that the image is columns as it lies."""
+    """The runner of such a loop; if `is_view`, the image is used as columns in place."""
 
     def __init__(self, loop: Product, is_view: bool) -> None:
         problem, geometry = loop.problem, loop.geometry
@@ -75,12 +75,12 @@ class LoneProduct:
         (block,) = loop.each_block
         self._tile = tile = block.tile(geometry.in_channels)
         pixels = (geometry.batch, *geometry.out_size)
-        #: Whether windows are those of x where it lies; else of the tile.
+        #: Whether windows are views of x in place; else they are views of the tile.
         x = problem.xs[0]
         in_image = tile.in_image if x.strides == c_strides(x.shape) else None
         self._begin, strides = in_image or (0, tile.windows_strides)
         self._reads_image = in_image is not None
-        #: A row of columns, and in it the steps to the next sample and pixels.
+        #: Length of a row of columns, and the steps in it to the next sample and pixels.
         self._length, self._steps = prod(pixels), c_strides(pixels)
         self._windows = tile.windows_shape, strides
         self.work = self._seconds(self._length, geometry.out_size[2])
@@ -102,7 +102,7 @@ class LoneProduct:
         self._idle: deque[_Memory] = deque(maxlen=1)
 
     def _seconds(self, length: int, run: int) -> float:
-        """Columns of so many elements each, copied in such runs, and their product."""
+        """Estimated time of columns of `length` elements, copied in runs of `run` elements, and of their product."""
         geometry, problem = self._geometry, self._problem
         product = cost.product(geometry.out_channels, geometry.reduction, length, problem)
         if self._is_view:
@@ -111,7 +111,7 @@ class LoneProduct:
 
     @property
     def _tile_seconds(self) -> float:
-        """What it takes to copy x to the tile."""
+        """Estimated time to copy x to the tile."""
         shape = self._tile.shape
         return 0.0 if self._reads_image else cost.copied(prod(shape), shape[4], self._problem.x_dtype)
 
@@ -124,22 +124,22 @@ class LoneProduct:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
         out = arrays["out"]
-        if self._in_place and not out.flags.carray:  # its address or its strides are no multiples of an element
+        if self._in_place and not out.flags.carray:  # unaligned address or strides
             place = np.empty(out.shape, self._dtype)
             self.run({**arrays, "out": place})
             out[...] = place
             return
         try:
             memory = self._idle.pop()
-        except IndexError:  # the first call, or one beside another
+        except IndexError:  # the first call, or a concurrent one
             memory = self._memory()
         columns_of, sums, pixels = memory
         if sums is None:
             sums = out.reshape(self._sums_shape)
         weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays[self._x])
-        if weight.size == 1:  # `dot` would leave out what is multiplied by zero: NaN and infinities
+        if weight.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
             multiply(weight, columns, sums)
-        else:  # the method of an array takes half the time of `np.matmul`
+        else:  # the array's method takes half the time of `np.matmul`
             weight.dot(columns, sums)
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
@@ -165,7 +165,7 @@ class LoneProduct:
         return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *steps)))
 
     def _columns(self) -> Callable[[np.ndarray], np.ndarray]:
-        """What makes columns of x, in memory of its own but for the columns: those are quicker where memory was just used."""
+        """Return a function that makes columns of x.  It allocates only columns: recently used memory is faster."""
         shape, dtype = self._columns_shape, self._dtype
         if self._is_view:
             return lambda x: x.reshape(shape)
@@ -173,7 +173,7 @@ class LoneProduct:
         if self._reads_image:
 
             def of_image(x: np.ndarray) -> np.ndarray:
-                if x.dtype != dtype or not x.flags.c_contiguous:  # the other byte order; strides between elements
+                if x.dtype != dtype or not x.flags.c_contiguous:  # other byte order, or strided elements
                     x = np.ascontiguousarray(x, dtype)
                 columns = np.empty(windows_shape, dtype)
                 columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
@@ -183,7 +183,7 @@ class LoneProduct:
         tile = np.zeros(self._tile.shape, dtype)
         windows = as_strided(tile, windows_shape, strides)
         images = tile.swapaxes(0, 1)
-        #: Boxes of the tile, and what of x they are.
+        #: Boxes of the tile, and the elements of x that fill them.
         parts: list[tuple[np.ndarray, Any]] = []
         for at, elements in self._tile.not_zeros:
             if elements is not None:

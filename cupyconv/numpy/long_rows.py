@@ -1,7 +1,8 @@
-"""MEC lowering with long rows: the rows of several samples, and of bands of an image, side by side.
+"""MEC lowering with long rows: the rows of several samples, and of bands of an image, form one long row.
 
-A product of few channels is short in two of its sides, so the third must be long.  A product for each row of the result, as
-of `MecRows`, is as long as a row; here it is as long as that row of all samples, and of all bands that an image is cut into:
+A product of few channels is short along two of its sides, so the third must be long.  `MecRows` has one product per row
+of the result, which is as long as that row.  Here a product is as long as that row of all samples, and of all bands of
+an image:
 
 ::
 
@@ -10,13 +11,13 @@ of `MecRows`, is as long as a row; here it is as long as that row of all samples
     columns of band rows                    row 0  [channels, taps of a row]  x  [samples, bands, width]
                                             row 1
                                             row 2
-    row r of all bands  =  weight  x        rows r, r + 1, r + 2 of the columns, one matrix where they lie
+    row r of all bands  =  weight  x        rows r, r + 1, r + 2 of the columns, one matrix in place
 
-The columns of a tap of a row are all pixels, padding included, from the tap on: they are copied in runs as long as a product.
-So a product has pixels behind each row's end that nobody reads.  Where the rows of a tile lie side by side already, as those
-of several samples, they are read like that; a band has rows in common with the next, which are copied for both.
+The columns of a tap of a row are all pixels from the tap on, with padding.  They are copied in runs as long as a
+product.  So a product has pixels after each row's end that are never read.  If rows of a tile are already adjacent, as
+those of several samples are, one run covers them.  Neighbouring bands have rows in common, which are copied for both.
 
-With a stride along the width, what a tap reads is no such run: `MecRows` or columns take less then.
+With a stride along the width, a tap does not read such a run.  `MecRows` or columns take less time then.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem
 
-#: Pixels from which a product is about as fast as with more: of one sample, and of several, whose rows are copied faster.
+#: Pixels from which a product is about as fast as with more: for one sample; for several, whose rows are copied faster.
 LONG_ROW = 100, 50
-#: Pixels of a small product below which it is too short: the weight is too large.
+#: Pixels below which a small product is too short, because the weight is too large.
 LEAST_ROW = 32
-#: Bytes of a group's columns, and of all that is read and written with them, that are in cache together.
+#: Bytes that stay in cache together: columns of some groups, and all that is read and written with them.
 PART = 2 * CACHE_BLOCK
 
 
 def row_axis(geometry: ConvGeometry) -> int:
-    """The axis along which taps share rows."""
+    """Return the axis along which taps share rows."""
     return 0 if geometry.kernel[0] > 1 else 1
 
 
 def _most_pixels(geometry: ConvGeometry) -> int:
-    """Pixels of a product up to which it is a small one."""
+    """Return the largest number of pixels of a small product."""
     return cost.SAFELY_SMALL // (geometry.reduction * geometry.group_outputs or 1)
 
 
 def _bands(geometry: ConvGeometry, samples: int, size: Sequence[int]) -> int:
-    """The bands that a block of so many samples and pixels is cut into: as few as make a product long."""
+    """Return the number of bands that a block is cut into: the fewest that make a product long."""
     axis = row_axis(geometry)
     rows, row = size[axis], samples * prod(size) // max(1, size[axis])
     if geometry.dilation[axis] > 1:
@@ -76,7 +77,7 @@ def _bands(geometry: ConvGeometry, samples: int, size: Sequence[int]) -> int:
 
 
 class LongRows(ConvLoop):
-    """A product for each row of a band: of the columns of all samples and bands at once."""
+    """One product per row of a band, which covers the columns of all samples and bands."""
 
     name = "long MEC rows"
     words = "columns that {taps} taps share, and a product for each row of all samples and bands"
@@ -97,7 +98,7 @@ class LongRows(ConvLoop):
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
         geometry = problem.geometry
-        # A group's channels are those of one input, so that several groups are read at once.
+        # Each group's channels belong to one input, so that several groups are read at once.
         per_group = geometry.group_channels
         is_whole = per_group > 0 and all(count % per_group == 0 for count in geometry.channels)
         return (
@@ -140,7 +141,7 @@ class LongRows(ConvLoop):
         return copy_bytes(problem.weight, problem.weight_dtype)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The weight as columns are: (groups, 1, outputs per group, taps along the rows' axis x others x channels x width)."""
+        """Return the weight in column order: (groups, 1, group outputs, row taps x other taps x channels x width)."""
         geometry = self.geometry
         kernels = weight.reshape(*weight.shape[:2], geometry.group_channels, *geometry.kernel)
         kernels = kernels.transpose(0, 1, 3 + self.axis, 4 - self.axis, 2, 5)
@@ -155,11 +156,11 @@ class LongRows(ConvLoop):
 
     @cached_property
     def layout(self) -> Layout:
-        """That of a whole block."""
+        """Layout of a whole block."""
         return Layout(self.geometry, self.block, self.axis, self._rows)
 
     def layout_of(self, block: Block) -> Layout:
-        """That of any block; one that cannot be cut into the same bands is one band, which takes no more memory."""
+        """Return a block's layout; one that cannot be cut into these bands is one band, which needs no more memory."""
         if block.size == self.block:
             return self.layout
         rows = block.size[1 + self.axis]
@@ -167,7 +168,7 @@ class LongRows(ConvLoop):
 
     @cached_property
     def _bytes_of_group(self) -> int:
-        """Bytes of what a block reads of a group, of its columns and of its products."""
+        """Bytes per group of a block's tile, columns and products."""
         geometry, layout = self.geometry, self.layout
         gathered = 1 + temporaries(geometry, self.problem.prologue)
         read = gathered * (prod(layout.tile) + layout.behind)
@@ -179,7 +180,7 @@ class LongRows(ConvLoop):
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         sums = self.place_of_sums(run, block)
         axis, layout = self.axis, self.layout_of(block)
-        # (groups, rows of a band, outputs, samples, d, h, w), with bands where the rows' axis is.
+        # (groups, rows of a band, outputs, samples, d, h, w), with bands at the axis of the rows.
         bands = sums.reshape(*sums.shape[: 3 + axis], -1, layout.rows, *sums.shape[4 + axis :])
         bands = np.moveaxis(bands, 4 + axis, 1)
         tile, columns, windows, matrices = self._memory(run, block, layout)
@@ -202,11 +203,11 @@ class LongRows(ConvLoop):
         return sums
 
     def _memory(self, run: ConvRun, block: Block, layout: Layout) -> Memory:
-        """The memory of a part's groups."""
+        """Return the memory for the groups of a part."""
         geometry, scratch = self.geometry, run.images.scratch
         size = self.part * prod(layout.tile)
         memory = scratch.array("tile", (size + layout.behind,), self.x_dtype)
-        # What is not read stays as it is, from part to part.
+        # Elements that no input is copied to stay zero for all parts.
         memory[0 if block.tile(geometry.in_channels).has_zeros else size :] = 0
         tile = np.ndarray((self.part, *layout.tile), memory.dtype, memory)
         columns = scratch.array("columns", (self.part, *layout.columns), self.x_dtype)
@@ -221,23 +222,23 @@ class LongRows(ConvLoop):
 
 
 class Memory(NamedTuple):
-    """What some groups of a block are read into, their columns, and views of both."""
+    """The tile and the columns of some groups of a block, and views of both."""
 
     tile: np.ndarray  # (groups, channels, samples, d, h, w)
     columns: np.ndarray  # (groups, *`Layout.columns`)
-    windows: np.ndarray  # the same in the tile
+    windows: np.ndarray  # view of the tile with the shape of `columns`
     matrices: np.ndarray  # the columns of each row of a band: (groups, rows, taps and channels, pixels)
 
 
 class Layout:
-    """A block's memory for one group, cut into bands of so many rows: its tile, and the columns of it."""
+    """The memory of a block for one group, cut into bands of `rows` rows: its tile and its columns."""
 
     def __init__(self, geometry: ConvGeometry, block: BlockSize, axis: int, rows: int) -> None:
         self.rows, other = rows, 1 - axis
         tile = [geometry.group_channels, block[0], *tile_size(geometry, block[1:])]
         width = tile[4]
         order = [0, 1, 2, 3, 4]
-        #: Whether rows are the tile's first axis, which brings those of all samples together.
+        #: Whether rows are the tile's first axis, so that the rows of all samples are adjacent.
         self.rows_first = rows == block[1 + axis]
         if self.rows_first:
             order.insert(0, order.pop(2 + axis))
@@ -247,21 +248,21 @@ class Layout:
         pixels[1 + axis] //= rows
         steps = [sample, *(move * stride for move, stride in zip(moves, geometry.stride))]
         steps[1 + axis] *= rows
-        #: From one element of `columns` to the next of its axes, in the tile, without those of the width.
+        #: Steps in the tile, in elements, along the axes of `columns` except those of the width.
         self.steps = (moves[axis] * geometry.dilation[axis], moves[other] * geometry.dilation[other], channel, *steps)
-        # Where the rows of a product lie side by side, they are read as one, padding included.
+        # If the rows of a product are adjacent, they are read as one, with padding.
         innermost = next((step for count, step in zip(pixels[::-1], steps[::-1]) if count > 1), 0)
         self.pitch = width if innermost == width else block[3]
-        #: Elements behind the tile that are read with its last row.
+        #: Elements after the tile that are read with its last row.
         self.behind = width if innermost == width else 0
         taps = geometry.kernel[axis]
         read = taps if rows == 1 else (rows - 1) * geometry.stride[axis] + taps
         columns = read, geometry.kernel[other], geometry.group_channels, geometry.kernel[2]
-        #: (rows, taps, channels, taps of a row, samples, depth, height, width).
+        #: Shape of the columns: (rows, taps, channels, taps of a row, samples, depth, height, width).
         self.columns = (*columns, *pixels, self.pitch)
         #: Pixels of a product.
         self.length = prod(pixels) * self.pitch
-        #: Whether they are a row of the result.
+        #: Whether these pixels are one row of the result.
         self.is_in_order = self.length == block[3]
 
 

@@ -1,11 +1,12 @@
-"""The largest element of every window, where it lies, and the gradient that goes there.
+"""Max pooling: the largest element of every window, its position, and the gradient, which goes to this position.
 
-Where it lies is asked of every tap, the last one first: the answer of the first stays.
+To find positions, every tap is compared with the maximum, the last tap first.  Earlier taps overwrite the positions of
+later taps, so the position of the first largest element remains.
 
-The gradient goes over all taps in row-major order.  A tap whose element is its window's maximum takes what is left of the
-window's gradient, so the first one takes all of it.
+The gradient visits all taps in row-major order.  A tap whose element is its window's maximum receives what is left of
+the window's gradient, so the first such tap receives all of it.
 
-Where a block has fewer windows than taps, both look for the first largest element of each window, a piece at a time.
+If a block has few windows and many taps, both search each window for its first largest element, a piece at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cupyconv.numpy.pool_windows import (
 )
 from cupyconv.problem.arrays import ITEMSIZE
 
-#: Bytes of the places that a plane's largest element has, in a piece and in its window.
+#: Bytes of the positions of a plane's largest element, in a piece and in its window.
 PLACE_BYTES = 128
 
 
@@ -44,7 +45,7 @@ class MaxPool(Reduction):
     def largest(
         self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What the block reads, and the largest of each window, which are written too."""
+        """Write the largest element of each window; return the elements that the block reads, and the largest ones."""
         x, out = images[:2]
         image = self.image(x, dtype, new, parts)
         out = out[everywhere([part.out for part in parts])]
@@ -55,10 +56,10 @@ class MaxPool(Reduction):
 
 
 class LargestPlaces(MaxPool):
-    """The largest element of every window, and where it lies."""
+    """The largest element of every window, and its position."""
 
     def by_window(self, axis: int) -> bool:
-        """All axes or none."""
+        """Whether the block visits windows instead of taps; the same for all axes."""
         return few(prod(self.block[2:]), self.problem.windows.taps)
 
     @property
@@ -67,14 +68,14 @@ class LargestPlaces(MaxPool):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """And which elements are the largest, or NaN; of few windows a piece of one, and where its largest is."""
+        """Also flags of elements that are the largest, or NaN; by windows, a piece and the positions of its largest."""
         if self.by_window(0):
             return 2 * min(self.problem.windows.taps, PIECE), PLACE_BYTES
         return super().temporaries[0], 2 * prod(self.block[2:])
 
     @property
     def shared(self) -> int:
-        """Places of the elements that a block reads, of 8 bytes each."""
+        """Positions of the elements that a block reads, 8 bytes each."""
         if self.by_window(0):
             return 0
         return prod(most_read(self.problem.windows, self.block[2:])) * -(-8 // ITEMSIZE[self.dtype])
@@ -126,21 +127,27 @@ class LargestPlaces(MaxPool):
 
 
 class MaxPoolGradient(Adjoint):
-    """Each window's gradient, at the element that was its largest."""
+    """The gradient of each window, added to its largest element."""
 
     def by_window(self, axis: int) -> bool:
-        """All axes or none."""
+        """Whether the block visits windows instead of taps; the same for all axes."""
         windows = self.problem.windows
         return few(prod(most_windows(windows, self.block[2:])), windows.taps)
 
     @property
     def touched(self) -> int:
-        """A plane is never cut where each of its parts would look for the largest of the same windows again."""
+        """Elements that a block reads and writes; 0 for part of a plane by windows, so that a plane is not cut.
+
+        Otherwise each part of the plane would search the same windows again.
+        """
         return 0 if self.by_window(0) and prod(self.block[:2]) == 1 else super().touched
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """What is left of the gradient, what a tap takes, and which do; widened: all that the block reads and writes."""
+        """What is left of the gradient, what a tap receives, and flags of the elements that receive it.
+
+        If widened, also copies of all that the block reads and writes.
+        """
         elements, windows = self.block[2:], self.problem.windows
         over = most_windows(windows, elements)
         if self.by_window(0):
@@ -175,7 +182,7 @@ class MaxPoolGradient(Adjoint):
     ) -> None:
         windows, dtype = self.problem.windows, left.dtype
         some_are_nan = bool(np.isnan(largest).any())
-        # Taken and left as bits: a mask splits them exactly, infinities and NaNs too.
+        # Gradients are split as bits, because a mask splits them exactly, including infinities and NaNs.
         bits = np.dtype(f"i{dtype.itemsize}")
         taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
         left_bits, taken_numbers = left.view(bits), taken.view(dtype)
@@ -187,7 +194,7 @@ class MaxPoolGradient(Adjoint):
             if some_are_nan:
                 hits |= np.isnan(image[elements])
             np.copyto(mask, hits)
-            np.subtract(0, mask, out=mask)  # np.negative into itself is wrong for some strides (NumPy 2.4)
+            np.subtract(0, mask, out=mask)  # np.negative in place is wrong for some strides (NumPy 2.4)
             mask &= rest
             rest ^= mask
             if once:
@@ -197,7 +204,7 @@ class MaxPoolGradient(Adjoint):
 
 
 def _add_by_window(parts: Sequence[Elements], image: np.ndarray, grad: np.ndarray, sums: np.ndarray) -> None:
-    """The last window first: an element's sum has the order that going over the taps gives it."""
+    """Add window by window, the last one first, so that an element's sum has the same order as by taps."""
     for window in product(*(reversed(range(len(part.each))) for part in parts)):
         read = [part.each[at] for part, at in zip(parts, window)]
         elements = image[everywhere(read)]

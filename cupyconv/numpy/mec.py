@@ -1,8 +1,8 @@
 """MEC lowering: columns that the taps along one axis of the kernel share (Cho and Brand, "MEC", ICML 2017).
 
-Along the outermost axis of the kernel, the taps' columns are the same rows of pixels, each beginning further on, so they are
-written once for all of these taps: a fraction of all columns.  Each row of the result is a product of the rows that it reads.
-How products are done in parts that BLAS does not pack, as these and those of `gemm` are, is here too.
+Along the outermost axis of the kernel, the columns of all taps are the same rows of pixels, and each tap starts at a
+later row.  These rows are written once for all of these taps: a fraction of all columns.  Each row of the result is a
+product of the rows that it reads.  Products in parts that BLAS does not pack, which `gemm` uses too, are also here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Bytes of a block's columns: fewer, longer calls are worth more than columns that leave room in the cache.
+#: Bytes of a block's columns.  Fewer, longer calls gain more than columns that leave free space in the cache.
 COLUMNS_BLOCK = 2 << 20
-#: Bytes of a weight whose products with columns are done in parts: each reads it, and columns that are apart in memory, again.
+#: Largest weight, in bytes, that is multiplied in parts.  Each part reads the weight, or strided columns, again.
 WEIGHT_OF_PARTS = 256 << 10
-#: Names of a block's memory.
+#: Names of a block's scratch buffers.
 BUFFERS = "tile", "columns", "products"
 
 # --- products ----------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ BUFFERS = "tile", "columns", "products"
 def in_runs(
     weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None, parts: cost.Parts | None = None
 ) -> np.ndarray:
-    """Matrix products, in parts; without these, where the weight is small, of runs of columns that BLAS does not pack."""
+    """Multiply matrices in parts; without `parts`, split columns for a small weight so that BLAS does not pack them."""
     (height, reduction), length = weight.shape[-2:], columns.shape[-1]
     rows, run = part_of(height, reduction, length, weight.dtype, parts)
     if rows >= height and run >= length:
@@ -49,14 +49,14 @@ def in_runs(
 
 
 def part_of(height: int, reduction: int, length: int, dtype: np.dtype, parts: cost.Parts | None) -> tuple[int, int]:
-    """Rows of the weight, and columns, that are multiplied at a time."""
+    """Return the number of rows of the weight, and of columns, that are multiplied at a time."""
     if parts:
         return parts.rows, parts.columns
     return height, cost.run_of(height, reduction, length, dtype == np.float32) or length
 
 
 def parts_of_columns(problem: ConvProblem, sizes: tuple[int, int, int]) -> cost.Parts | None:
-    """Those of a product of a weight and columns, (outputs, reduction, pixels), where they take less than a whole."""
+    """Return the parts of a product of a weight and columns if they take less time than the whole; else None."""
     (outputs, reduction, _), dtype = sizes, accumulator(problem.x_dtype)
     if dtype != accumulator(problem.factor_dtype) or outputs * reduction * ITEMSIZE[dtype] > WEIGHT_OF_PARTS:
         return None
@@ -65,7 +65,7 @@ def parts_of_columns(problem: ConvProblem, sizes: tuple[int, int, int]) -> cost.
 
 
 def row_parts(weight: np.ndarray, rows: int) -> list[np.ndarray]:
-    """So many rows at a time, (..., parts, 1, rows, elements): all parts that are alike in one view."""
+    """Split a weight into parts of `rows` rows, (..., parts, 1, rows, elements); equal parts share one view."""
     *batch, height, reduction = weight.shape
     if rows >= height:
         return [weight[..., None, None, :, :]]
@@ -75,7 +75,7 @@ def row_parts(weight: np.ndarray, rows: int) -> list[np.ndarray]:
 
 
 def column_parts(columns: np.ndarray, run: int) -> list[np.ndarray]:
-    """So many columns at a time, (..., 1, runs, elements, columns): all runs that are alike in one view."""
+    """Split columns into runs of `run` columns, (..., 1, runs, elements, columns); equal runs share one view."""
     *batch, reduction, length = columns.shape
     if run >= length:
         return [columns[..., None, None, :, :]]
@@ -85,7 +85,7 @@ def column_parts(columns: np.ndarray, run: int) -> list[np.ndarray]:
 
 
 def place_parts(place: np.ndarray, rows: int, run: int) -> list[list[np.ndarray]]:
-    """Where the products of these parts go, of each of the rows with each of the columns."""
+    """Return where the products of these parts are written: for each part of rows, one view per run of columns."""
     if rows >= place.shape[-2]:
         return [column_parts(place, run)]
     return [
@@ -94,7 +94,7 @@ def place_parts(place: np.ndarray, rows: int, run: int) -> list[list[np.ndarray]
 
 
 def multiply_parts(weights: list[np.ndarray], columns: list[np.ndarray], places: list[list[np.ndarray]]) -> None:
-    """The products of parts: all that are alike in one call."""
+    """Multiply the parts; one call computes all equal parts."""
     for weight, row in zip(weights, places):
         for some, place in zip(columns, row):
             np.matmul(weight, some, place)
@@ -104,16 +104,16 @@ def multiply_parts(weights: list[np.ndarray], columns: list[np.ndarray], places:
 
 
 class Row(NamedTuple):
-    """The product of a row of the result, and what it takes."""
+    """The product of one row of the result, and its estimated time."""
 
     pixels: int
-    parts: cost.Parts | None  # None: a whole
+    parts: cost.Parts | None  # None: one whole product
     seconds: float
-    part: tuple[int, int]  # rows of the weight, and columns, at a time
+    part: tuple[int, int]  # rows of the weight, and columns, that are multiplied at a time
 
     @property
     def length(self) -> int:
-        """Columns, of which those beyond the pixels are read by nobody."""
+        """Columns of the product; those beyond `pixels` are never read."""
         return self.parts.length if self.parts else self.pixels
 
     @property
@@ -122,17 +122,17 @@ class Row(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Rows of columns of which neighbouring outputs share taps: of a dilated kernel every so many."""
+    """Rows of columns that neighbouring outputs share; a dilated kernel has several phases of rows."""
 
     columns: np.ndarray
-    windows: np.ndarray  # the same in the tile
-    matrices: list[np.ndarray]  # of a row of the result each, as `column_parts`
-    products: np.ndarray | None  # what is read of them, where they are longer than rows
-    places: list[list[np.ndarray]]  # where parts of these go
+    windows: np.ndarray  # view of the tile with the same elements
+    matrices: list[np.ndarray]  # one matrix per row of the result, split by `column_parts`
+    products: np.ndarray | None  # the pixels of products that are longer than rows; else None
+    places: list[list[np.ndarray]]  # where the parts of the products are written
 
 
 class Steps(NamedTuple):
-    """What is computed for a block, of arrays that are there."""
+    """The arrays and views that computing a block uses."""
 
     row: Row
     image: np.ndarray
@@ -140,7 +140,7 @@ class Steps(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How a weight lies, the product of a row of the result then, and what it takes to arrange it so."""
+    """An order of the weight: the product of a row of the result with it, and the time to arrange the weight."""
 
     row: Row
     seconds: float
@@ -148,17 +148,17 @@ class Arrangement(NamedTuple):
 
 
 class MecRows(ConvLoop):
-    """A product for each row of the result: of the rows of columns that its taps share, one matrix where they lie.
+    """One product per row of the result: the rows of columns that its taps share are one matrix in place.
 
     ::
 
         L = columns of     row 0   row 1   row 2   row 3   ...         each row (channels, other taps, pixels)
         output row 0     [ row 0   row 1   row 2 ]                     (kh x channels x other taps, pixels)
-                   1             [ row 1   row 2   row 3 ]             rows of a dilated kernel are taken apart first
+                   1             [ row 1   row 2   row 3 ]             rows of a dilated kernel are separated first
 
-    All rows of a block are one batched product, which is written where the result lies, whatever its rows are apart.  It
-    is in parts of some outputs each, where BLAS then packs no operand; and a row may have columns more, so that they fill
-    whole vectors, which is quicker even though what is read of it must be copied then.
+    All rows of a block are one batched product, which writes to the result with any distance between its rows.  The
+    product has parts of some outputs each, so that BLAS packs no operand.  A row may have additional columns, so that
+    it fills whole vectors.  This is faster even though the pixels of the row must then be copied.
     """
 
     name = "MEC rows"
@@ -176,17 +176,17 @@ class MecRows(ConvLoop):
 
     @property
     def _row(self) -> Row:
-        """That of a whole block."""
+        """The product of a row of a whole block."""
         return self._arrangement.row
 
     @property
     def turns_weight(self) -> bool:
-        """Whether the weight's columns lie side by side, not its rows: most are copied in less time to lie so."""
+        """Whether the columns of the weight, not its rows, are contiguous: most weights are copied faster this way."""
         return self._arrangement.is_turned
 
     @cached_property
     def _arrangement(self) -> Arrangement:
-        """Turned or not: products take longer or less."""
+        """The order of the weight, turned or not, with the least estimated time."""
         problem, geometry = self.problem, self.geometry
         elements, run = prod(problem.weight.shape), geometry.taps // geometry.kernel[geometry.outermost]
         as_it_is = turned = 0.0
@@ -218,21 +218,21 @@ class MecRows(ConvLoop):
 
     @cached_property
     def _dtype(self) -> str | None:
-        """The one dtype of both factors, if they have one."""
+        """The dtype of both factors; None if they differ."""
         dtype = accumulator(self.problem.x_dtype)
         return dtype if dtype == accumulator(self.problem.factor_dtype) else None
 
     @property
     def _rows(self) -> int:
-        """Products of all blocks."""
+        """Number of products of all blocks."""
         return self.blocks * prod(self.block[: 2 + self.geometry.outermost]) * self.geometry.groups
 
     def _read_size(self, block: BlockSize, row: Row) -> BlockSize:
-        """Samples and pixels whose windows are read."""
+        """Return the number of samples and pixels whose windows are read."""
         return (*block[:3], row.length) if row.is_longer else block
 
     def _pitch(self, row: Row) -> int:
-        """Elements from one row of columns to the next: parts begin where cache lines do."""
+        """Return the elements from one row of columns to the next; with parts, each row starts at a cache line."""
         return whole_lines(row.length, self.x_dtype.itemsize) if row.parts else row.length
 
     @property
@@ -260,7 +260,7 @@ class MecRows(ConvLoop):
         taps, stride = geometry.kernel[axis], geometry.stride[axis]
         per_pixel = geometry.in_channels * geometry.taps // taps * ITEMSIZE[accumulator(problem.x_dtype)]
         row = prod(geometry.out_size[axis + 1 :])
-        rows = COLUMNS_BLOCK // (per_pixel * row or 1)  # of columns, of which outputs share all but the first `stride`
+        rows = COLUMNS_BLOCK // (per_pixel * row or 1)  # rows of columns; outputs share all but the first `stride`
         outputs = (rows - taps) // stride + 1
         if outputs < 1:
             return COLUMNS_BLOCK // (per_pixel * taps or 1), 1
@@ -270,7 +270,7 @@ class MecRows(ConvLoop):
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        """Blocks of whole rows, or of a part of every row, which write no row of columns twice: those that take less."""
+        """Return the faster loop: blocks of whole rows, or of parts of all rows; none writes a row of columns twice."""
         loops, refusals = [], []
         for fit in (super().fitted, cls._of_parts):
             try:
@@ -283,7 +283,7 @@ class MecRows(ConvLoop):
 
     @classmethod
     def _of_parts(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        """Blocks of all rows, and a part of each; where there is no room for these, of fewer rows."""
+        """Return a loop with blocks of all rows and a part of each; if these do not fit the limit, of fewer rows."""
         geometry, axis = problem.geometry, problem.geometry.outermost
         if axis == 2 or geometry.out_size[axis] == 1:
             raise NotApplicable("rows have no parts")
@@ -311,7 +311,7 @@ class MecRows(ConvLoop):
 
     @cached_property
     def _is_whole_rows(self) -> bool:
-        """Whether the pixels of a row lie side by side in the result."""
+        """Whether the pixels of a row are contiguous in the result."""
         after = 1 + self.geometry.outermost + 1
         return len(self.block[after:]) <= 1 or self.block[after + 1 :] == self.geometry.out_size[after:]
 
@@ -335,7 +335,7 @@ class MecRows(ConvLoop):
 
     @property
     def _products_bytes(self) -> int:
-        """Bytes of the products of a block, where they are longer than rows."""
+        """Bytes of a block's products if they are longer than rows; else 0."""
         rows = prod(self.block[: 2 + self.geometry.outermost]) * self.geometry.out_channels
         return rows * self._row.length * self.sums_dtype.itemsize if self._row.is_longer else 0
 
@@ -344,9 +344,9 @@ class MecRows(ConvLoop):
         return copy_bytes(problem.weight, problem.weight_dtype)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The weight with the taps that are rows apart first: (groups, outputs per group, taps x channels x others).
+        """Return the weight with the taps that share rows first: (groups, outputs per group, taps x channels x others).
 
-        Where it is turned, in memory whose rows are those of its columns.
+        A turned weight is stored so that its columns are contiguous.
         """
         geometry = self.geometry
         taps = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.kernel[geometry.outermost], -1)
@@ -357,13 +357,13 @@ class MecRows(ConvLoop):
 
     @cached_property
     def _period(self) -> int:
-        """Output rows after which one reads rows of the same phase again."""
+        """Number of output rows after which a row reads rows of the same phase again."""
         axis = self.geometry.outermost
         gap = self.geometry.dilation[axis]
         return gap // gcd(gap, self.geometry.stride[axis])
 
     def _rows_shape(self, block: BlockSize) -> tuple[int, ...]:
-        """The rows of columns of one phase: (groups, samples, axes before the rows, rows, channels, other taps)."""
+        """Return the shape of a phase's rows: (groups, samples, axes before the rows, rows, channels, other taps)."""
         geometry, axis = self.geometry, self.geometry.outermost
         stride, gap = geometry.stride[axis], geometry.dilation[axis]
         outputs = -(-block[1 + axis] // self._period)
@@ -392,14 +392,14 @@ class MecRows(ConvLoop):
 
     @cached_property
     def _weight_shape(self) -> tuple[int, ...]:
-        """That of the weight beside the matrices of all rows."""
+        """Shape of the weight that broadcasts with the matrices of all rows."""
         geometry = self.geometry
         ones = (1,) * (2 + geometry.outermost)
         return geometry.groups, *ones, geometry.group_outputs, geometry.reduction
 
     @cached_property
     def _rows_before_outputs(self) -> tuple[int, ...]:
-        """The axes of sums, with outputs behind those of the rows."""
+        """The axes of sums in an order with outputs right after rows."""
         axes = [0, 2, 3, 4, 5]
         axes.insert(3 + self.geometry.outermost, 1)
         return tuple(axes)

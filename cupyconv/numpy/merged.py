@@ -1,12 +1,12 @@
-"""Several inputs merged by a 1x1 kernel: what must be copied is weighed against what must be added.
+"""Several inputs merged by a 1x1 kernel: either the inputs are copied, or the products of the inputs are added.
 
 ::
 
-    few outputs       y  =  w_0 x_0  +  w_1 x_1  + ...      a product for each input where it lies, added up in cache
-    many outputs      y  =  w  [ x_0                        the inputs copied side by side, one product
+    few outputs       y  =  w_0 x_0  +  w_1 x_1  + ...      one product per input in place, added in cache
+    many outputs      y  =  w  [ x_0                        the inputs concatenated by a copy, one product
                                  x_1 ... ]
 
-The image is cut so that a chunk stays in cache, and is long enough that the calls of NumPy take little of its time.
+The image is cut into chunks that stay in cache, and that are long enough for NumPy's call overhead to be small.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
-#: Bytes of inputs in a chunk: of those that are copied, and of those read where they lie.
+#: Bytes of the inputs in a chunk: if they are copied, and if they are read in place.
 COPIED_CHUNK, READ_CHUNK = 4 << 20, 8 << 20
-#: Passes over the outputs that another product takes, written, read twice and written again, to one of a copy.
+#: Passes over the outputs per additional product (a write, two reads, a write), relative to one pass of a copy.
 _PASSES = 2
 
 
 def _is_added(problem: ConvProblem) -> bool:
-    """Whether adding the inputs' products takes less than copying the inputs."""
+    """Whether adding the products of the inputs takes less time than copying the inputs."""
     geometry = problem.geometry
     return _PASSES * geometry.out_channels * (len(problem.xs) - 1) < geometry.in_channels
 
 
 class Merge(ConvLoop):
-    """Inputs of a 1x1 kernel, each with pixels or channels side by side."""
+    """Inputs of a 1x1 kernel, each with contiguous pixels or channels."""
 
     name = "merge"
     words = "inputs merged chunk by chunk"
@@ -85,7 +85,7 @@ class Merge(ConvLoop):
         return self.geometry.out_channels * pixels * self.sums_dtype.itemsize + self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> Any:
-        """The weight; where products are added, a matrix of its own for each input."""
+        """Return the weight; if products are added, a separate matrix for each input."""
         if not self.is_added:
             return weight
         return [np.ascontiguousarray(weight[0, :, channels]) for _, channels in self.inputs]
@@ -107,7 +107,7 @@ class Merge(ConvLoop):
 
 
 class MergedColumns(Columns):
-    """Columns of inputs that `Merge` is not for."""
+    """Columns of inputs that `Merge` does not support."""
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

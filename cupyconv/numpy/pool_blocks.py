@@ -1,11 +1,11 @@
-"""What pooling and its gradients have in common: a loop over blocks, each finished while in cache.
+"""Base classes of pooling and its gradients: a loop over blocks, each finished while it is in cache.
 
-`Reduction` goes over a block of windows: it takes their numbers along one axis after the other, a slice for every tap.
-That is kd + kh + kw passes instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.  Along
-an axis of few windows with many taps each it goes over the windows, a call for each.
+`Reduction` computes a block of windows.  It reduces along one axis after the other, with one slice per tap.  This
+takes kd + kh + kw passes instead of kd * kh * kw, and the first passes, over whole rows, leave less work for the last.
+Along an axis with few windows that have many taps each, it makes one call per window.
 
-`Adjoint` goes over a block of elements, and looks at every window over them: no block depends on another, and each
-element's sum has the same order however the blocks are cut.
+`Adjoint` computes a block of elements from all windows over them.  No block depends on another, and each element's sum
+has the same order however the blocks are cut.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingProblem
 
-#: Bytes that a block touches, at most: they stay in a core's L2 cache.  In smaller ones a call takes so little time that
-#: threads wait for each other's.
+#: Most bytes that a block touches, so that they stay in a core's L2 cache.  With smaller blocks, calls are so short
+#: that threads wait for each other's calls.
 BLOCK_BYTES = 2 << 20
-#: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
+#: Slices along an axis, over all its blocks and taps, up to which they are computed in advance: more would take
+#: megabytes.
 _KEPT_SLICES = 4096
-#: Taps along an axis for each of its windows, from which on a call for each window takes less than one for each tap.
+#: Ratio of taps to windows along an axis from which one call per window is faster than one call per tap.
 MANY_TAPS = 32
 
 #: Elements of a block along the axes (n, c, d, h, w).
@@ -41,17 +42,16 @@ Block = tuple[int, ...]
 
 
 class NewArray(Protocol):
-    """An uninitialised array by name, laid out as the input is."""
+    """Returns an uninitialized array by name, with the memory layout of the input."""
 
     def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class PoolingStep(NumpyStep):
-    """A loop over blocks of what is written for one image, each finished while in cache.
+    """A loop over blocks of the results for one image, each finished while it is in cache.
 
-    `block` cuts the axes of the result in the order in which they lie in memory: planes of a C-ordered image, rows of
-    a channels-last one.
+    `block` cuts the axes of the result in memory order: planes of a C-ordered image, rows of a channels-last one.
     """
 
     problem: PoolingProblem
@@ -60,9 +60,9 @@ class PoolingStep(NumpyStep):
 
     @classmethod
     def of(cls, problem: PoolingProblem) -> Self:
-        """The step of the largest blocks that stay in cache and within the limit on workspace."""
+        """Plan a step with the largest blocks that stay in cache and within the workspace limit."""
         x, (out,), limit = problem.inputs[0], problem.outs, problem.limit
-        all_threads = problem.host.threads  # as the caller asked for, or at most so many
+        all_threads = problem.host.threads  # as the caller requested, or an upper bound
         if problem.host.most:
             all_threads = cls.worth_waking(problem)
 
@@ -80,7 +80,7 @@ class PoolingStep(NumpyStep):
 
     @classmethod
     def worth_waking(cls, problem: PoolingProblem) -> int:
-        """Of as many threads as there may be, those that have enough to do."""
+        """Number of available threads that have enough work."""
         return problem.host.threads
 
     @property
@@ -93,17 +93,17 @@ class PoolingStep(NumpyStep):
 
     @property
     def dtype(self) -> str:
-        """What is compared and added in."""
+        """The dtype of comparisons and sums."""
         return accumulator(self.problem.inputs[0].dtype)
 
     @property
     def widened(self) -> bool:
-        """Whether a block of 16-bit images has copies to be computed in."""
+        """Whether 16-bit images are copied to a wider dtype for the computation."""
         return self.dtype != self.problem.inputs[0].dtype
 
     @property
     def workspace(self) -> int:
-        """Bytes of temporaries, of all threads."""
+        """Bytes of the temporaries of all threads."""
         numbers, flags = self.temporaries
         of_planes = prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
         return self.threads * (of_planes + self.shared * ITEMSIZE[self.dtype])
@@ -154,16 +154,16 @@ class PoolingStep(NumpyStep):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """Numbers and flags of the temporaries for one channel of one sample of a block."""
+        """Temporaries per channel and sample of a block: a count of numbers, and bytes of flags."""
         raise NotImplementedError
 
     @property
     def shared(self) -> int:
-        """Numbers of the temporaries that all channels and samples of a block have in common."""
+        """Count of numbers in the temporaries that all channels and samples of a block share."""
         return 0
 
     def part(self, axis: int, run: range) -> Any:
-        """What a block has to know of its run of elements along one axis."""
+        """Describe a block's run of elements along one axis."""
         raise NotImplementedError
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
@@ -172,7 +172,7 @@ class PoolingStep(NumpyStep):
 
 
 def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool]) -> Block:
-    """The largest block that fits: whole axes first to last, part of one, single steps of the rest."""
+    """The largest block that fits: whole axes in the given order, then part of one, and single steps of the rest."""
 
     def with_part(axis: int, part: int) -> Block:
         return (*block[:axis], part, *block[axis + 1 :])
@@ -188,7 +188,7 @@ def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Bl
 
 
 class Reduction(PoolingStep):
-    """One number of every window, by a ufunc that takes its elements in any order."""
+    """One number per window, by a ufunc that reduces its elements in any order."""
 
     ufunc: ClassVar[np.ufunc]
     of_nothing: ClassVar[float]
@@ -202,19 +202,19 @@ class Reduction(PoolingStep):
         return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))
 
     def by_window(self, axis: int) -> bool:
-        """Whether the block goes over its windows along an axis, and not over their taps."""
+        """Whether the block visits windows along an axis instead of taps."""
         return many_taps(self.block[2 + axis], self.problem.windows.kernel[axis])
 
     @property
     def compared(self) -> list[int]:
-        """The axes that are not a view, of a block whose windows all lie inside."""
+        """Axes along which a block may need a reduction; along the others, its outputs are a view of the elements."""
         windows = self.problem.windows
         padded = [windows.out_size[axis] * windows.stride[axis] > windows.size[axis] for axis in range(3)]
         return [axis for axis in range(3) if windows.kernel[axis] > 1 or windows.before[axis] or padded[axis]]
 
     @property
     def copies(self) -> bool:
-        """Whether 16-bit images are widened before they are read; a call for each window does so by itself."""
+        """Whether 16-bit images are widened before they are read; a call per window widens them by itself."""
         return self.widened and not (self.compared and self.by_window(self.compared[0]))
 
     @property
@@ -224,23 +224,23 @@ class Reduction(PoolingStep):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """What is left along each compared axis but the last; widened: what the block reads, and its result."""
+        """Results along each compared axis except the last; if widened, also the elements read, and the result."""
         outputs, read = self.block[2:], most_read(self.problem.windows, self.block[2:])
         partial = sum(prod((*outputs[: axis + 1], *read[axis + 1 :])) for axis in self.compared[:-1])
         return partial + prod(read) * self.copies + prod(outputs) * self.widened, 0
 
     def image(self, x: np.ndarray, dtype: np.dtype, new: NewArray, parts: Sequence[Outputs]) -> np.ndarray:
-        """What a block reads, in a dtype that can be compared in."""
+        """The elements that a block reads, in a dtype that can be compared."""
         image = x[everywhere([part.read for part in parts])]
         return in_dtype("image", image, dtype, new) if self.copies else image
 
     def reduced(
         self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[Outputs]
     ) -> np.ndarray:
-        """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
+        """Reduce a block's elements into `out` if possible, else into a temporary; or return a view of the elements."""
         compared = [axis for axis in range(3) if not parts[axis].is_view]
         for axis, part in enumerate(parts):
-            if part.is_view:  # before the others, that the last of them ends in `out` itself
+            if part.is_view:  # before the other axes, so that the last reduction can write to `out`
                 image = image[on_axis(axis, part.taps[0][1])]
         for axis in compared:
             part = parts[axis]
@@ -252,7 +252,7 @@ class Reduction(PoolingStep):
         return image
 
     def _reduce_each(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
-        """Window by window along one axis; `of_nothing` where all of one falls on padding."""
+        """Reduce window by window along one axis; a window with nothing but padding gives `of_nothing`."""
         for at, elements in enumerate(part.each):
             number, read = partial[on_axis(axis, slice(at, at + 1))], image[on_axis(axis, elements)]
             if read.size:
@@ -261,7 +261,7 @@ class Reduction(PoolingStep):
                 number.fill(self.of_nothing)
 
     def _reduce_along(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
-        """Over the taps of one axis; `of_nothing` where all of them fall on padding."""
+        """Reduce tap by tap along one axis; a window with nothing but padding gives `of_nothing`."""
         covering = [elements for at, elements in part.taps if part.covered((at, elements))][:2]
         rest = [tap for tap in part.taps if tap[1] not in covering]
         if len(covering) == 2:
@@ -277,13 +277,13 @@ class Reduction(PoolingStep):
 
 
 class Adjoint(PoolingStep):
-    """Gradients of elements, from those of the windows over them."""
+    """Gradients of elements, from the gradients of the windows over them."""
 
     def part(self, axis: int, run: range) -> Any:
         return Elements.of(self.problem.windows, axis, run, self.by_window(axis))
 
     def by_window(self, axis: int) -> bool:
-        """Whether a block goes over its windows along an axis, and not over their taps."""
+        """Whether a block visits windows along an axis instead of taps."""
         raise NotImplementedError
 
     @property
@@ -293,7 +293,7 @@ class Adjoint(PoolingStep):
 
 
 def many_taps(windows: int, taps: int) -> bool:
-    """Whether to go over windows along an axis, and not over their taps."""
+    """Whether to visit windows along an axis instead of taps."""
     return MANY_TAPS * windows <= taps
 
 

@@ -1,4 +1,4 @@
-"""What a run of pooling's outputs, or of elements, has of an image along an axis; and the first largest element of a window."""
+"""Slices along an axis for a run of pooling outputs or of elements, and the first largest element of a window."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from cupyconv.numpy.windows import axis_segments
 from cupyconv.problem.geometry import Windows
 
-#: Elements of a window that are looked through at once for its largest.
+#: Elements of a window that are searched at once for its largest one.
 PIECE = 1 << 16
 
 
 class Outputs(NamedTuple):
-    """A run of outputs along an axis: what their windows read, and of these elements those of each tap or window."""
+    """A run of outputs along an axis, the elements that their windows read, and the part per tap or per window."""
 
     out: slice
     read: slice
-    taps: tuple[tuple[slice, slice], ...] = ()  # positions of outputs, elements
-    each: tuple[slice, ...] = ()  # of each window, where it is asked for
+    taps: tuple[tuple[slice, slice], ...] = ()  # per tap: positions of outputs, and elements
+    each: tuple[slice, ...] = ()  # per window, if requested: elements
 
     @classmethod
     def of(cls, windows: Windows, axis: int, outputs: range, by_window: bool) -> Outputs:
@@ -39,7 +39,7 @@ class Outputs(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        """Whether there is nothing to compare: every output is an element."""
+        """Whether there is nothing to reduce, because every output is an element."""
         return len(self.taps) == 1 and self.covered(self.taps[0])
 
     def covered(self, tap: tuple[slice, slice]) -> bool:
@@ -47,13 +47,13 @@ class Outputs(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A run of elements along an axis, the windows over it, and all that those read."""
+    """A run of elements along an axis, the windows over it, and all elements that these windows read."""
 
     elements: slice
     windows: slice
     read: slice
-    taps: tuple[tuple[slice, slice, slice, slice], ...] = ()  # windows and elements read; of these, elements of the run
-    each: tuple[slice, ...] = ()  # of the elements read, those of each window, where it is asked for
+    taps: tuple[tuple[slice, slice, slice, slice], ...] = ()  # windows, elements read; windows, elements of the run
+    each: tuple[slice, ...] = ()  # per window, if requested: the elements that it reads
 
     @classmethod
     def of(cls, windows: Windows, axis: int, elements: range, by_window: bool) -> Elements:
@@ -73,7 +73,7 @@ class Elements(NamedTuple):
         return cls(*slices, tuple(taps))
 
     def own(self, read: slice) -> slice:
-        """Of the elements that a window reads, those of the run, counted from its beginning."""
+        """The elements of the run among those that a window reads, counted from the beginning of the run."""
         first, step = self.read.start + read.start - self.elements.start, read.step
         first += max(0, -(first // step)) * step
         return slice(
@@ -82,12 +82,12 @@ class Elements(NamedTuple):
 
 
 def few(windows: int, taps: int) -> bool:
-    """Whether to look for the largest element of each window takes less than to ask every tap."""
+    """Whether searching each window for its largest element is faster than comparing every tap."""
     return 4 * windows < taps
 
 
 def first_largest(elements: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The largest number of each channel of each sample, or NaN, and where the first of them lies along each axis."""
+    """The largest number per sample and channel, or NaN, and the position of its first occurrence along each axis."""
     best = place = np.zeros(elements.shape[:2], np.intp)
     before = 0
     for piece in pieces(elements.shape[2:]):
@@ -101,7 +101,7 @@ def first_largest(elements: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, tu
 
 
 def pieces(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Boxes of at most `PIECE` elements that follow one another in C order."""
+    """Yield boxes of at most `PIECE` elements that follow one another in C order."""
     inner = prod(shape[1:])
     if inner > PIECE:
         for at in range(shape[0]):
@@ -113,7 +113,7 @@ def pieces(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
 
 
 def most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:
-    """Elements along each axis that windows of this many outputs read, at the most."""
+    """Most elements along each axis that the windows of this many outputs read."""
     return [
         min(size, (count - 1) * stride + span)
         for size, count, stride, span in zip(windows.size, outputs, windows.stride, windows.span)
@@ -121,7 +121,7 @@ def most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:
 
 
 def most_windows(windows: Windows, elements: Sequence[int]) -> list[int]:
-    """Windows along each axis that lie over this many elements, at the most."""
+    """Most windows along each axis that overlap this many elements."""
     return [
         min(out, (count + span - 2) // stride + 1)
         for out, count, span, stride in zip(windows.out_size, elements, windows.span, windows.stride)
@@ -129,26 +129,26 @@ def most_windows(windows: Windows, elements: Sequence[int]) -> list[int]:
 
 
 def elements_read(windows: Windows, axis: int, outputs: range) -> slice:
-    """The elements along an axis that the windows of outputs lie over."""
+    """The elements along an axis that the windows of `outputs` span."""
     stride, before, size = windows.stride[axis], windows.before[axis], windows.size[axis]
     first = min(max(0, outputs.start * stride - before), size)
     return slice(first, max(first, min(size, outputs[-1] * stride - before + windows.span[axis])))
 
 
 def tap_offsets(windows: Windows, axis: int, origin: int) -> list[int]:
-    """Where each tap of the window at output 0 reads, counted from `origin`."""
+    """The element that each tap of the window at output 0 reads, counted from `origin`."""
     return [t * windows.dilation[axis] - windows.before[axis] - origin for t in range(windows.kernel[axis])]
 
 
 def each_window(windows: Windows, axis: int, outputs: range, read: slice) -> tuple[slice, ...]:
-    """Of the elements that outputs read along an axis, those of each one's window."""
+    """For each output, the elements of its window among the elements `read` along an axis."""
     taps, size, nothing = range(windows.kernel[axis]), read.stop - read.start, (slice(0, 0), slice(0, 0, 1))
     starts = [output * windows.stride[axis] - windows.before[axis] - read.start for output in outputs]
     return tuple((elements_inside(taps, size, windows.dilation[axis], start) or nothing)[1] for start in starts)
 
 
 def elements_inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice, slice] | None:
-    """The outputs for which a tap falls on one of `size` elements, by position, and those elements."""
+    """Positions of the outputs for which a tap reads one of `size` elements, and those elements."""
     for at, elements in axis_segments(outputs, size, stride, offset, "constant"):
         if isinstance(elements, slice):
             return at, elements

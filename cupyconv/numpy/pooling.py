@@ -1,4 +1,4 @@
-"""Pooling and its gradients on NumPy: the plan, one step for each image that is written.
+"""Pooling and its gradients on NumPy: the plan, with one step per image that is written.
 
 ::
 
@@ -24,7 +24,7 @@ from cupyconv.problem.passes import (
 )
 from cupyconv.problem.plan import Plan
 
-#: What solves each kind of problem.
+#: The step that solves each kind of problem.
 STEPS: dict[type[PoolingProblem], type[PoolingStep]] = {
     MaxPoolProblem: MaxPool,
     MaxPoolGradientProblem: MaxPoolGradient,
@@ -34,7 +34,7 @@ STEPS: dict[type[PoolingProblem], type[PoolingStep]] = {
 
 
 def plan_pooling(problem: PoolingProblem) -> Plan:
-    """One number of every window; or each window's gradient, at the elements that it came from."""
+    """Plan a pooling, which computes one number per window, or the gradient of a pooling."""
     step = LargestPlaces if isinstance(problem, MaxPoolProblem) and problem.indices else STEPS[type(problem)]
     steps = [step.of(one) for one in problem.each]
     notes = problem.notes + long_loop(steps)

@@ -1,4 +1,4 @@
-"""A convolution's prologue on parts of its inputs: what is read is transformed on its way to where it is written."""
+"""A convolution's prologue on parts of its inputs: elements are transformed while they are copied."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Transform:
         self._scale, self._shift, self._activation = scale, shift, activation
 
     def of(self, channels: slice) -> Transform:
-        """A transform of some of the channels, counted from the first of them."""
+        """Return the transform of some of the channels; the first of them becomes channel 0."""
         scale, shift = (None if vector is None else vector[channels] for vector in (self._scale, self._shift))
         return Transform(scale, shift, self._activation)
 
     def by_group(self, groups: int) -> Transform:
-        """The same of boxes (groups, channels, samples, d, h, w)."""
+        """Return the same transform for boxes (groups, channels, samples, d, h, w)."""
         vectors = self._scale, self._shift
         scale, shift = (None if v is None else v.reshape(groups, -1, *v.shape[1:]) for v in vectors)
         return Transform(scale, shift, self._activation)
 
     def write(self, target: np.ndarray, values: np.ndarray, channels: slice) -> None:
-        """The transformed `values`, of these of the merged channels, into `target`."""
+        """Write the transformed `values`, of these merged channels, to `target`."""
         if self._scale is not None:
             np.multiply(values, self._scale[channels], out=target)
             values = target
@@ -42,7 +42,7 @@ class Transform:
 
 
 def transform_of(prologue: Prologue, arrays: Mapping[str, Any], dtype: np.dtype) -> Transform:
-    """What is done to the inputs."""
+    """Return the transform that a prologue applies to the inputs."""
     scale, shift = (
         arrays[vector.name].astype(dtype, copy=False)[:, None, None, None, None] if vector else None
         for vector in (prologue.scale, prologue.shift)

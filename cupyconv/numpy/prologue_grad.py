@@ -1,4 +1,4 @@
-"""Back through a prologue, block by block: what was transformed is transformed again, its derivative, and two sums."""
+"""Backward pass through a prologue, block by block: recomputed transformed values, their derivative, and two sums."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from cupyconv.problem.plan import Plan
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
-    """One pass over the gradient and the input."""
+    """Plan one pass over the gradient and the input."""
     return plan_in_blocks(problem, PrologueGrad)
 
 
 @dataclass(frozen=True)
 class PrologueGrad(ElementwiseStep):
-    """``out`` and ``sums`` (of scale and of shift, by channel) from ``grad`` and ``x``."""
+    """Compute ``out`` and ``sums`` (of scale and of shift, by channel) from ``grad`` and ``x``."""
 
-    #: x, the transformed, its derivative, what that is worked out in, the products.
+    #: x, the transformed values, their derivative, its temporary, the products.
     TEMPORARIES = 6
     SUMS = (2,)
 

@@ -1,7 +1,8 @@
-"""A recurrent layer step by step: how many steps and samples go at a time, and how its weights are copied.
+"""Plan of a recurrent layer: how many steps and samples are computed at a time, and how the weights are copied.
 
-Of many steps the weights are folded: copied as BLAS reads them fastest, with what would else be passes over all gates,
-biases and slopes.  Then they may be joined too: a step has one product of its state and inputs.  `recurrent_layer` runs it.
+If there are many steps, the weights are folded: they are copied to the layout that BLAS reads fastest, and biases and
+slopes become part of the copy instead of passes over all gates.  Folded weights may also be joined: a step then has one
+product of its state and inputs.  `recurrent_layer` runs the plan.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentProblem
 
-#: Why the other method is a GPU's.
+#: Why the other method exists only on a GPU.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
-#: Bytes of memory up to which a layer keeps it from call to call: to allocate it, touch it first and cut it into steps takes
-#: a tenth of the time of 100 steps of 128 units.
+#: Most bytes of memory that a layer reuses from call to call.  To allocate it, touch it first and cut it into steps
+#: takes a tenth of the time of 100 steps of 128 units.
 KEPT_BYTES = 1 << 20
-#: Steps, of a sample each, or of more samples a quarter of them, from which folding takes less than it saves.  Of one sample
-#: with a large weight less is saved: elements of the weights for each step, and steps that are always enough.
+#: Steps of one sample from which folding takes less time than it saves; for four or more samples, a quarter of these
+#: steps.  One sample with a large input weight saves less: it needs one step per `FOLDED_ELEMENTS` elements of the
+#: weights, but `ALWAYS_FOLDED_FROM` steps are always enough.
 FOLDED_FROM, FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM = 32, 1000, 128
-#: Elements of an input's weight up to which one sample's step takes less with it than the inputs of many steps by themselves.
+#: Elements of the input weight up to which it is faster to multiply one sample's input in each step than all inputs at
+#: once.
 JOINED_WEIGHT = 20_000
-#: Columns up to which weights are joined for some samples; and samples from which they always are.
+#: Columns up to which weights are joined for several samples; and samples from which they are always joined.
 JOINED_COLUMNS, MANY_SAMPLES = 256, 32
-#: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
+#: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which needs several
+#: objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
-    """The plan; ValueError for a method that does not apply, or where one step of one sample passes the limit."""
+    """Plan the layer; ValueError if the method does not apply, or if one step of one sample exceeds the limit."""
     if problem.method == "persistent":
         raise ValueError(f"method 'persistent' does not apply: {NO_PERSISTENT}")
     geometry = problem.geometry
@@ -60,34 +64,34 @@ def plan_recurrent(problem: RecurrentProblem) -> Plan:
 class RecurrentStep(NumpyStep):
     """A loop over steps, for each direction and part of the samples.
 
-    The inputs of `samples` in `chunk` steps go through the input's weight in one product; then, step by step, the state goes
-    through its own, and all gates are worked out where that product lies.
+    One product multiplies the inputs of `samples` samples in `chunk` steps by the input weight.  Then each step
+    multiplies the state by the recurrent weight, and computes all gates in place in this product.
     """
 
     problem: RecurrentProblem
     samples: int
     chunk: int
     threads: int
-    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
+    copied: tuple[str, ...]  # roles of factors whose dtype or layout BLAS does not accept
     folded: bool  # whether weights are copied with slopes and biases
-    joined: bool  # and weight_ih beside weight_hh, as one
-    blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
-    ahead: int  # chunks whose inputs another thread may work out ahead; 0 where none does
-    keeps_memory: bool  # whether it stays from call to call
+    joined: bool  # whether weight_hh and weight_ih are copied side by side as one weight
+    blocks: tuple[int, int]  # rows per block of the copies of weight_hh and weight_ih; 0 if there are no blocks
+    ahead: int  # chunks whose inputs another thread may multiply ahead; 0 if no thread does
+    keeps_memory: bool  # whether memory is reused from call to call
 
     @property
     def dtype(self) -> str:
-        """What is computed in."""
+        """The dtype of the computation."""
         return accumulator(self.problem.dtype)
 
     @property
     def is_single(self) -> bool:
-        """Whether arrays are those of a step: without an axis of time or of directions."""
+        """Whether arrays belong to a single step: they have no time axis and no direction axis."""
         return self.problem.h is None
 
     @property
     def has_bias_column(self) -> bool:
-        """Whether biases are a column of the state's weight."""
+        """Whether biases are a column of the recurrent weight."""
         return self.folded and _is_biased(self.problem)
 
     def __str__(self) -> str:
@@ -111,7 +115,7 @@ class RecurrentStep(NumpyStep):
 
     @property
     def holds_blas(self) -> bool:
-        """Whether products have one thread of BLAS, as the layer has."""
+        """Whether BLAS uses a single thread, as the layer does."""
         problem, geometry = self.problem, self.problem.geometry
         largest = geometry.gates * geometry.hidden * max(_columns(problem, self.joined)) * self.samples
         if self.samples == 1 and not self.joined:
@@ -123,7 +127,7 @@ class RecurrentStep(NumpyStep):
 
     @property
     def is_lone(self) -> bool:
-        """Whether it is a step of one sample, on arrays in the dtype computed in, that takes little memory."""
+        """Whether this is a step of one sample that needs little memory, with all arrays in the dtype `dtype`."""
         problem = self.problem
         dtypes = {operand.dtype for operand in problem.operands.values()}
         is_one = self.is_single and problem.geometry.batch == problem.geometry.directions == 1
@@ -131,9 +135,10 @@ class RecurrentStep(NumpyStep):
 
 
 def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
-    """The step, and the bytes of its memory by purpose.
+    """Return the step, and the bytes of its memory by purpose.
 
-    All samples, or a part for each thread, and of these what fits the limit; then as many steps as fit.
+    First it chooses samples: all of them or a part for each thread, or fewer if the limit requires it.  Then it chooses
+    as many steps as fit.
     """
     geometry, threads, item = problem.geometry, problem.host.threads, ITEMSIZE[accumulator(problem.dtype)]
     gates = geometry.gates * geometry.hidden
@@ -180,22 +185,22 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
         in_cache = min(in_cache, chunk_ahead(problem))
     chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, in_cache)))
     sizes["inputs"] = chunk * per_step
-    # Every direction and part of the samples, one after the other.
+    # Number of sequences: one per direction and part of the samples.
     every = geometry.directions * -(-geometry.batch // samples)
-    own = sum(sizes.values()) - sizes["weights"]  # those are copied by each call
+    own = sum(sizes.values()) - sizes["weights"]  # each call copies the weights again
     keeps_memory = every * own <= at_once * min(KEPT_BYTES, problem.limit)
     return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, ahead, keeps_memory), sizes
 
 
 def _columns(problem: RecurrentProblem, joined: bool) -> tuple[int, int]:
-    """The most columns of the state's weight, and those of the input's; 0 where they are joined."""
+    """Most columns of the recurrent weight, and columns of the input weight, which are 0 if the weights are joined."""
     geometry = problem.geometry
     own = geometry.hidden + _is_biased(problem)
     return (own + geometry.inputs, 0) if joined else (own, geometry.inputs)
 
 
 def _blocks(problem: RecurrentProblem, samples: int, joined: bool) -> tuple[int, int]:
-    """Rows of the blocks that the weights of the state and of the input are copied in; none where the limit is small."""
+    """Rows per block of the copies of the recurrent and the input weight; 0 if the workspace limit is small."""
     geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.dtype)]
     rows, columns = geometry.gates * geometry.hidden, _columns(problem, joined)
     if 2 * geometry.directions * rows * sum(columns) * item > problem.limit:
@@ -207,8 +212,9 @@ def _blocks(problem: RecurrentProblem, samples: int, joined: bool) -> tuple[int,
 def _is_joined(problem: RecurrentProblem, samples: int) -> bool:
     """Whether folded weights are joined.
 
-    Not a gru's, whose reset gate tells them apart.  One sample's step is bound by reading a large weight, which the inputs
-    of many steps read together; that of some samples by long columns, from which BLAS reads its other factor again and again.
+    The weights of a gru are not joined, because its reset gate affects only one of the two products.  One sample's
+    step is bound by reading the weight; if the input weight is large, the inputs of many steps read it together.  A
+    step of several samples is bound by many columns, for which BLAS reads its other factor again and again.
     """
     geometry = problem.geometry
     if geometry.cell == "gru":
@@ -223,9 +229,9 @@ def _has_small_input(geometry: RecurrentGeometry) -> bool:
 
 
 def _copied(problem: RecurrentProblem) -> tuple[str, ...]:
-    """Factors that are copied: what BLAS does not take as it lies."""
+    """Roles of factors that are copied because BLAS does not accept their dtype or layout."""
     dtype = accumulator(problem.dtype)
-    rows_of_x = 0 if problem.geometry.batch == 1 else 1  # the axis along which they lie
+    rows_of_x = 0 if problem.geometry.batch == 1 else 1  # the axis of the rows of x
     factors = (("x", problem.x, rows_of_x), ("weight_ih", problem.weight_ih, 1), ("weight_hh", problem.weight_hh, 1))
     return tuple(
         role
@@ -241,7 +247,7 @@ def _is_biased(problem: RecurrentProblem) -> bool:
 
 
 def _is_folded(problem: RecurrentProblem) -> bool:
-    """Whether weights are copied with slopes and biases: of many steps, where a copy is small."""
+    """Whether weights are copied with slopes and biases: if there are many steps and the copy is small."""
     geometry = problem.geometry
     elements = geometry.gates * geometry.hidden * (geometry.inputs + geometry.hidden + 1)
     nbytes = geometry.directions * elements * ITEMSIZE[accumulator(problem.dtype)]

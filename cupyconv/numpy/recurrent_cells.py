@@ -1,17 +1,19 @@
-"""Recurrent cells: from the state before a step, and what its inputs add to the gates, to the state after it.
+"""Recurrent cells: compute the state after a step from the state before it and the projected inputs.
 
-Samples lie innermost: a weight is the left factor of its products, as it lies in memory, and each gate is one run, over
-which every pass is one loop.  A step allocates nothing, activations aside that have temporaries of their own.
+The projected inputs, which are added to the gates, are a step's inputs times their weight.  Samples are the innermost
+axis.  So a weight is the left factor of its products without a copy, and each gate is contiguous, so that every pass
+over it is one loop.  A step allocates nothing, except for activations that have temporaries of their own.
 
-A sigmoid is ``tanh(v / 2) / 2 + 1 / 2``, so gates with one and gates with tanh are one pass of tanh.  That first half is
-the gate's *slope*, which costs no digit: a factor of the weights' rows where they are folded, else a pass over the gates.
-The second half of a sigmoid waits too in an lstm that is *doubled*: its gates are ``tanh(v / 2) + 1``, its h is twice what
-it should be, which the weight's columns undo, and c is half of a sum of two products::
+A sigmoid is ``tanh(v / 2) / 2 + 1 / 2``, so gates with a sigmoid and gates with tanh share one pass of tanh.  The inner
+factor 1 / 2 is the gate's *slope*.  Multiplying by it loses no precision.  It is a factor of the weights' rows if they
+are folded, and otherwise a pass over the gates.  The outer factor 1 / 2 is also deferred in an lstm that is *doubled*.
+Its gates are ``tanh(v / 2) + 1``, and its h is twice the true value, which halved columns of the weight compensate.
+Its c is half of a sum of two products::
 
     memory    c  g  f  i  o        1 to f, i, o        [f, i] * [c, g] in one pass        (1/2, 1/2) . [f * c, i * g] by BLAS
 
-A small step is bound by the calls it makes.  So results are given by position and constants as arrays, which takes half
-as long as names and Python's numbers.
+The time of a small step is bound by its calls.  So results are passed by position, and constants as arrays, which takes
+half the time of keyword arguments and Python numbers.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from cupyconv.numpy.recurrent_weights import DOUBLED, Weights, activations_of_ga
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
 
-#: Activations that have no temporaries.
+#: Activations without temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
-#: Elements of c up to which BLAS takes one thread for half the sum of two, whatever it was told.
+#: Elements of c up to which BLAS computes half the sum of two vectors on one thread, whatever its thread setting.
 _SMALL_SUM = 4500
-#: Bytes of gates up to which one call for all of them takes less than one for each kind.
+#: Bytes of gates up to which one call for all gates is faster than one call per kind of gate.
 _SMALL_GATES = 16 << 10
 
-#: A step in x's time: what its inputs add to the gates, as the cell cuts it, or None; the state's factor, which is h, or
-#: where inputs and biases are columns of its weight, [h, x, 1]; h before and after it.
+#: A step: its index in x's time; the projected inputs, as `Cell.cut` returns them, or None; the factor of the recurrent
+#: weight, which is h, or [h, x, 1] if inputs and biases are columns of the weight; h before the step; and h after it.
 Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
-#: What a gradient needs, (T, N, ., H) by name: see `RecurrentGeometry.keeps`; empty where there is none.
+#: Arrays (T, N, ., H) that a gradient needs, by name, see `RecurrentGeometry.keeps`; empty if there is no gradient.
 Kept = Mapping[str, np.ndarray]
 
 
 class Cell:
-    """One direction's gates and states of `batch` samples, in memory that every step writes anew.
+    """Gates and states of one direction for `batch` samples, in memory that every step overwrites.
 
-    No argument of a call is held here, so that a cell may serve one call after the other.  `folded` says whether the
-    weights will be.
+    A cell holds no reference to the arguments of a call, so it can be reused by later calls.  `folded` tells whether
+    the weights will be folded.
     """
 
     def __init__(
@@ -61,14 +63,14 @@ class Cell:
     ) -> None:
         self.geometry, self._block = geometry, block
         rows, of_c = geometry.gates * geometry.hidden, geometry.hidden if geometry.cell == "lstm" else 0
-        # The last block of a product may end beyond the gates.
+        # The last block of a product may extend beyond the gates.
         self._memory = np.empty((of_c + rows + block, batch), dtype)
-        #: An lstm's other state; and where the next one is written, which may be elsewhere.
+        #: The cell state of an lstm; and the array to which the next one is written, which may be another.
         self.c = self.next_c = self._memory[:of_c]
-        #: The gates, and their rows one after the other.
+        #: The gates as (G * H, N), and as (G, H, N).
         self.rows = self._memory[of_c : of_c + rows]
         self.gates = self.rows.reshape(geometry.gates, geometry.hidden, batch)
-        #: Whether gates and h are twice as large as they should be, and gates lie in another order.
+        #: Whether gates and h are stored doubled, and gates are stored in another order.
         self.doubled = is_doubled(geometry, direction, peephole, folded)
         self._order = [*DOUBLED] if self.doubled else [*range(geometry.gates)]
         self._is_small = self.gates.nbytes <= _SMALL_GATES
@@ -81,31 +83,31 @@ class Cell:
         self.prepare([of_gates[gate] for gate in self._order], geometry.activations[direction][-1], peephole)
 
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        """What all steps share: the activations of the gates, and the last one of the cell."""
+        """Set up what all steps share, given the gates' activations and the cell's last activation."""
         raise NotImplementedError
 
     def cut(self, projected: np.ndarray) -> Any:
-        """What the inputs of a step add to the gates, (G * H, N), as `advance` takes it."""
+        """Convert a step's projected inputs, (G * H, N), to the form that `advance` expects."""
         return projected
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
-        """Work out these steps, one after the other; `c` is the state that is not in them."""
+        """Compute `steps` in order; `self.c` is the state that they do not contain."""
         raise NotImplementedError
 
     def _written(self, rows: np.ndarray) -> np.ndarray:
-        """Some rows of the gates, as a product writes them."""
+        """A view of some rows of the gates in the shape that a product writes."""
         if not self._block:
             return rows
         shape = in_blocks(len(rows), self._block) // self._block, self._block, rows.shape[1]
         return np.ndarray(shape, rows.dtype, self._memory, rows.ctypes.data - self._memory.ctypes.data)
 
     def _spread(self, values: Sequence[float]) -> np.ndarray:
-        """A number for each of some gates, as an array beside them: of small ones a whole one, which saves time in a call."""
+        """One number per gate, as an array that broadcasts to the gates; full-size for small gates, which is faster."""
         each = np.array(values, self.gates.dtype).reshape(-1, 1, 1)
         return np.broadcast_to(each, (len(each), *self.gates.shape[1:])).copy() if self._is_small else each
 
     def _completion_of(self, gates: slice) -> Callable[[Kept, int], None]:
-        """What comes after the sums of these gates and before their activations."""
+        """Return a function that scales, clips and saves these gates after their sums and before their activations."""
         own, slopes_of_each = self.gates[gates], self._slopes[gates]
         slope = None if self._slope is None else self._slope[gates]
         most = None if self._clip is None else self._clip[gates]
@@ -122,7 +124,7 @@ class Cell:
         return complete
 
     def _activation_of(self, gates: slice, of_gates: Sequence[Activation]) -> Callable[[], None]:
-        """What applies an activation to each of these gates, which have their slope, in place."""
+        """Return a function that applies the activations in place to these gates, which have been scaled by slopes."""
         own, activations = self.gates[gates], of_gates[gates]
         runs: list[tuple[np.ndarray, Activation]] = []
         for activation, same in groupby(range(len(own)), lambda k: activations[k]):
@@ -176,7 +178,7 @@ class _Rnn(Cell):
 class _Lstm(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
         self._of_cell = None if last.name == "tanh" else last
-        #: The gates that do not see the new c: all but o, where there are peepholes.
+        #: Gates that do not read the new c; with peepholes, gate o reads it.
         early, late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
         self._activate_early = self._activation_of(early, of_gates)
         self._complete_early = self._completion_of(early)
@@ -184,7 +186,7 @@ class _Lstm(Cell):
         self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
         self._rows_written = self._written(self.rows)
-        #: What i and f are together, where they are.
+        #: The sum of i and f if the two are coupled.
         self._whole = np.array(1, self.gates.dtype) if self.geometry.input_forget else None
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
@@ -232,9 +234,9 @@ class _DoubledLstm(Cell):
             self.rows[hidden:],
         )
         self._one, self._half = np.array(1, c.dtype), np.array(0.5, c.dtype)
-        #: What i and f are together, where they are.
+        #: The sum of doubled i and f if the two are coupled.
         self._whole = np.array(2, c.dtype) if self.geometry.input_forget else None
-        #: Two products, and c: half of their sum.
+        #: Two products, and c, which is half of their sum.
         self._products, self._sums = self._f_i.reshape(2, -1), c.reshape(-1)
         self._half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else self._half_of_large
 
@@ -318,7 +320,7 @@ _CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
 def cell_of(
     geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool, folded: bool, block: int
 ) -> Cell:
-    """The cell of one direction, for `batch` samples; see `Cell`."""
+    """Create the cell of one direction for `batch` samples; see `Cell`."""
     doubled = is_doubled(geometry, direction, peephole, folded)
     kind = _DoubledLstm if doubled else _CELLS[geometry.cell]
     return kind(geometry, direction, batch, dtype, peephole, folded, block)

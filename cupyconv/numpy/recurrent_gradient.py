@@ -1,13 +1,13 @@
-"""Back through time: gradients of a recurrent layer, one run of steps after the other.
+"""Backpropagation through time: gradients of a recurrent layer, one run of steps after the other.
 
 ::
 
-    of all steps of a run at once    what each gate's gradient is times the state's; h and c before each step
-    step by step, backwards          state's gradient -> gates' gradients (in place) -> product with weight_hh
-    of all steps of a run at once    products and sums: weights, x, biases, peepholes
+    all steps of a run at once    factors from the state's gradient to each gate's gradient; h and c before each step
+    step by step, backwards       state's gradient -> gates' gradients (in place) -> product with weight_hh
+    all steps of a run at once    products and sums: weights, x, biases, peepholes
 
-What an activation and its derivative are worth does not depend on the gradient that comes back, so it is worked out
-before the loop over steps, which is left with multiplications in place and one product, and allocates nothing.
+Activations and their derivatives do not depend on the incoming gradient, so they are computed before the loop over
+steps.  The loop itself has only multiplications in place and one product, and allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
-#: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
-#: gradients are multiplied with; then those that this is worked out in.
+#: Arrays of (N, H) per step of a run, in addition to the gates' gradients: first the states before the steps and the
+#: factors of gradients, then the temporaries with which these are computed.
 _ARRAYS_PER_STEP = {"rnn": 1 + 5, "lstm": 4 + 9, "gru": 3 + 9}
-#: Arrays of (N, H) that last from step to step: states' gradients, copies of them, products.
+#: Arrays of (N, H) that persist from step to step: gradients of states, copies of these, and products.
 _LASTING_ARRAYS = {"rnn": 2, "lstm": 4, "gru": 3}
-#: Bytes of a product that is added to a weight's gradient.
+#: Bytes of one product that is added to a weight's gradient.
 PRODUCT_BYTES = 1 << 19
 
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
-    """The plan; ValueError where one step of one sample passes the limit."""
+    """Plan the gradient; ValueError if one step of one sample exceeds the workspace limit."""
     step, sizes = _fitting(problem)
     return problem.planned(
         (step,),
@@ -49,11 +49,11 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
 
 @dataclass(frozen=True)
 class RecurrentGradientStep(NumpyStep):
-    """Back through time, direction after direction.
+    """Backpropagation through time, one direction after the other.
 
-    The gates' gradients of `run_steps` steps and `samples` samples are in memory at once.  What they are multiplied with is
-    worked out for all of these before, products with the weights and x are made of all of them after, added to those
-    of other runs `product_rows` rows at a time.
+    The gates' gradients of `run_steps` steps and `samples` samples are in memory at once.  Their factors are computed
+    for the whole run first.  Products with the weights and x are computed for the whole run last, and are added to
+    those of other runs `product_rows` rows at a time.
     """
 
     problem: RecurrentGradientProblem
@@ -70,11 +70,11 @@ class RecurrentGradientStep(NumpyStep):
         )
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        """Write the gradients; `arrays` have their direction axis in front.
+        """Write the gradients; the direction is the first axis of `arrays`.
 
-        Written are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and ``sums``:
-        over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes
-        read.
+        The results are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and
+        ``sums``.  ``sums`` has sums over all samples and steps: of the gates' gradients, then of the gradient of a gru
+        candidate's recurrent product, or of the gates' gradients times the states that peepholes read.
         """
         geometry = self.problem.geometry
         gru = _Gru if geometry.linear_before_reset else _ResetFirst
@@ -90,13 +90,13 @@ class RecurrentGradientStep(NumpyStep):
 
 
 def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, dict[str, int]]:
-    """The step, and the bytes of its memory by purpose.
+    """Return the step, and the bytes of its memory by purpose.
 
-    All samples, or a part of them of which a step fits the limit; then as many steps as fit.
+    It has all samples, or a part of them for which one step fits the limit, and then as many steps as fit.
     """
     geometry, item = problem.geometry, ITEMSIZE[problem.dtype]
     gates, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
-    x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
+    x_copies = 1 + (geometry.directions == 2)  # x with zeros past each length; and a product to be added
     width = max(1, inputs, hidden) * item
     sizes = {"weights": _copied_weights(problem), "product": min(gates * width, max(PRODUCT_BYTES, width))}
     samples = geometry.batch
@@ -118,7 +118,7 @@ def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, 
 
 
 def _copied_weights(problem: RecurrentGradientProblem) -> int:
-    """Bytes of one direction's weights that are copied: of another dtype, or not in C order."""
+    """Bytes of one direction's weights that are copied because they have another dtype or are not in C order."""
     weights = (problem.operands[name] for name in ("weight_ih", "weight_hh"))
     return sum(
         prod(weight.shape[1:]) * ITEMSIZE[problem.dtype]
@@ -127,7 +127,7 @@ def _copied_weights(problem: RecurrentGradientProblem) -> int:
     )
 
 
-#: The axis of samples of each array that has one.
+#: The sample axis of each array that has one.
 _AXES = {
     "x": 1, "y": 1, "h0": 1, "c0": 1, "lengths": 0, "gates": 2, "cells": 2, "candidate": 2, "grad_y": 1, "grad_h": 1,
     "grad_c": 1, "grad_x": 1, "grad_h0": 1, "grad_c0": 1,
@@ -135,7 +135,7 @@ _AXES = {
 
 
 def _samples(arrays: Mapping[str, Any], samples: slice) -> dict[str, Any]:
-    """A part of the samples of each array."""
+    """Select a part of the samples from each array."""
     return {
         name: array[(slice(None),) * _AXES[name] + (samples,)] if name in _AXES else array
         for name, array in arrays.items()
@@ -143,7 +143,10 @@ def _samples(arrays: Mapping[str, Any], samples: slice) -> dict[str, Any]:
 
 
 class _Direction:
-    """One direction of a layer, of some samples; what all cells do.  One of them `begins` the weights' sums."""
+    """One direction of a layer for some samples; the base of all cells.
+
+    If it `begins`, its first run writes the weights' gradients.  All other runs add to them.
+    """
 
     def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
         self.geometry, self.arrays, self.d = step.problem.geometry, arrays, d
@@ -152,7 +155,7 @@ class _Direction:
         self.sign = self.geometry.signs[d]
         self.dtype = dtype_from_name(step.problem.dtype)
         self.activations = self.geometry.activations[d]
-        self.most = min(step.run_steps, self.steps)  # of a run
+        self.most = min(step.run_steps, self.steps)  # most steps of a run
         self.lengths = arrays["lengths"] if "lengths" in arrays else np.full(self.batch, self.steps)
         self.shortest = int(self.lengths.min(initial=self.steps))
         self.weight_ih, self.weight_hh = (
@@ -161,22 +164,22 @@ class _Direction:
         columns = slice(d * self.hidden, (d + 1) * self.hidden)
         self.y = arrays["y"][:, :, columns]
         self.grad_y = arrays["grad_y"][:, :, columns] if "grad_y" in arrays else None
-        #: The gradient of h after the step that comes next, backwards.
+        #: The gradient of h after the step that is processed next.
         self.back = self._begun("h")
         self.of_gates = self.run_of(self.geometry.gates * self.hidden)
         self.previous = self.run_of(self.hidden)  # h before each step
         self.state_gradient, self.kept_back = self.of_step(), self.of_step()
-        self.none_left = np.empty(self.batch, bool)  # samples that a step does not reach
+        self.none_left = np.empty(self.batch, bool)  # samples that end before a step
 
     def run_of(self, columns: int) -> np.ndarray:
-        """Memory for a run of steps."""
+        """Allocate memory for a run of steps."""
         return np.empty((self.most, self.batch, columns), self.dtype)
 
     def of_step(self) -> np.ndarray:
         return np.empty((self.batch, self.hidden), self.dtype)
 
     def _begun(self, state: str) -> np.ndarray:
-        """The array of an initial state's gradient, holding that of the last state."""
+        """The array for the initial state's gradient, set to the gradient of the last state."""
         back = self.arrays[f"grad_{state}0"][self.d]
         given = self.arrays.get(f"grad_{state}")
         back[...] = 0 if given is None else given[self.d]
@@ -191,16 +194,16 @@ class _Direction:
             self.begins = False
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Runs of steps, in the order in which gradients meet them."""
+        """Yield runs of steps, in the order of backpropagation."""
         starts = range(0, self.steps, max(1, self.most))
         for start in starts:
             end = min(start + self.most, self.steps)
             yield (start, end) if self.sign < 0 else (self.steps - end, self.steps - start)
 
-    # Of all steps of a run at once.
+    # All steps of a run at once.
 
     def prepare(self, first: int, end: int) -> None:
-        """Fill `of_gates` with what each gate's gradient is times the state's, and `previous`."""
+        """Fill `of_gates` with the factors of each gate's gradient, and `previous` with h before each step."""
         self.states_before(self.previous, self.y, "h0", first, end)
         gates = self.arrays["gates"][self.d, first:end]
         gates = gates.reshape(end - first, self.batch, self.geometry.gates, self.hidden)
@@ -210,7 +213,7 @@ class _Direction:
         raise NotImplementedError
 
     def states_before(self, before: np.ndarray, states: np.ndarray, initial: str, first: int, end: int) -> None:
-        """The state that each step began with."""
+        """Fill `before` with the state before each step."""
         start = self.arrays[initial][self.d] if initial in self.arrays else 0
         for k, t in enumerate(range(first, end)):
             earlier = t - self.sign
@@ -220,12 +223,12 @@ class _Direction:
         self.leave_out(before, first, end)
 
     def leave_out(self, run: np.ndarray, first: int, end: int) -> None:
-        """Zeros at the steps that do not reach a sample, whatever was there."""
+        """Write zeros at steps past a sample's length, whatever was there."""
         for t in range(max(first, self.shortest), end):
             run[t - first][self.lengths <= t] = 0
 
     def value_and_slope(self, gate: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
-        """An activation's value and derivative where its argument was clipped: there it is flat."""
+        """An activation's value and derivative; the derivative is 0 where the argument was clipped."""
         value = gate.copy()
         activate(value, activation)
         slope = _slope(gate, value, activation)
@@ -235,11 +238,11 @@ class _Direction:
         return value, slope
 
     def add_products(self, first: int, end: int, of_gates: np.ndarray) -> None:
-        """Everything that is linear in the gates' gradients of a run."""
+        """Add everything that is linear in the gates' gradients of a run."""
         self.add("grad_weight_ih", of_gates.T, self.inputs(first, end))
         of_x = self.arrays["grad_x"][first:end]
         left = of_gates.reshape(*of_x.shape[:2], of_gates.shape[1])
-        if of_x.flags.c_contiguous:  # of all samples: one matrix
+        if of_x.flags.c_contiguous:  # all samples are one matrix
             of_x, left = of_x.reshape(len(of_gates), of_x.shape[2]), of_gates
         if self.d:
             of_x += left @ self.weight_ih
@@ -252,7 +255,7 @@ class _Direction:
         self.add("grad_weight_hh", of_gates.T, self.rows(self.previous, first, end))
 
     def add(self, name: str, a: np.ndarray, b: np.ndarray, rows: slice = slice(None)) -> None:
-        """The product, into rows of this result, some rows at a time where it is added."""
+        """Write the product to rows of this result, or add it, some rows at a time."""
         result = self.arrays[name][self.d, rows]
         if self.begins:
             np.matmul(a, b, out=result)
@@ -262,7 +265,7 @@ class _Direction:
             result[part] += a[part] @ b
 
     def add_sums(self, row: int, columns: np.ndarray) -> None:
-        """The sum of each column, as a product with ones: BLAS reads a matrix faster than NumPy adds it."""
+        """Add the sum of each column, as a product with ones: BLAS reads a matrix faster than NumPy adds it."""
         sums = self.arrays["sums"][self.d].reshape(-1)[row * self.hidden :][: columns.shape[1]]
         sums += np.ones(len(columns), self.dtype) @ columns
 
@@ -270,7 +273,7 @@ class _Direction:
         return run[: end - first].reshape((end - first) * self.batch, run.shape[2])
 
     def inputs(self, first: int, end: int) -> np.ndarray:
-        """x of these steps as rows; what lies beyond a sample's length takes part in nothing."""
+        """x of these steps as rows, with zeros past each sample's length."""
         x = self.arrays["x"][first:end].astype(self.dtype, copy=self.shortest < end)
         self.leave_out(x, first, end)
         return x.reshape((end - first) * self.batch, self.geometry.inputs)
@@ -278,7 +281,7 @@ class _Direction:
     # Step by step.
 
     def step_back(self, t: int, k: int) -> None:
-        """Gates' gradients of the step at time t, the k-th of the run, and what goes on to the step before it."""
+        """Compute the gates' gradients at time t, the k-th step of the run, and the gradient of the state before it."""
         if t < self.shortest:
             self.step(k, self.state_gradient_at(t))
             return
@@ -304,11 +307,11 @@ class _Direction:
         raise NotImplementedError
 
     def carried(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What a sample carries through steps that do not reach it, each with memory for a copy."""
+        """Gradients that a sample carries unchanged through steps past its length, each with memory for a copy."""
         return [(self.kept_back, self.back)]
 
     def written(self) -> list[np.ndarray]:
-        """Gradients that are 0 at steps that do not reach a sample."""
+        """Gradients that are 0 at steps past a sample's length."""
         return [self.of_gates]
 
 
@@ -482,7 +485,7 @@ class _ResetFirst(_Gru):
 
 
 def _slope(argument: np.ndarray, value: np.ndarray, activation: Activation) -> np.ndarray:
-    """f'(argument), given f(argument) too."""
+    """The derivative of an activation at `argument`; `value` is the activation itself there."""
     if not activation:
         return np.ones_like(argument)
     return derivative(value if derivative_from_result(activation) else argument, activation).astype(

@@ -1,13 +1,13 @@
-"""The inputs of a recurrent layer go through their weight ahead of the steps that need them, in another thread.
+"""Another thread multiplies the inputs of a recurrent layer by their weight, ahead of the steps that need them.
 
 ::
 
     caller     copies the state's weight    steps of chunk 0    steps of chunk 1     ...
     worker       . inputs of chunk 0    inputs of chunk 1    inputs of chunk 2    ...
 
-Steps are many short calls, one after the other: two threads that both make such calls wait for the interpreter most of the
-time.  The inputs' products are long calls, which need it seldom.  Whoever is first takes the next chunk: where no thread
-comes to help, or it is slow, the caller does all by itself.  The numbers are the same.
+Steps are many short calls, one after the other.  Two threads that both make such calls wait for the interpreter most of
+the time.  The inputs' products are long calls, which seldom need the interpreter.  Whichever thread is first takes the
+next chunk.  If no thread helps, or if it is slow, the calling thread does all the work.  The results are the same.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.recurrence import RecurrentProblem
 
-#: Seconds of a multiply-add of a product; of all that is done with an element of the gates; and of a step besides.
+#: Seconds of a multiply-add of a product; of all work on one element of the gates; and of the fixed overhead of a step.
 MULTIPLY_ADD, ELEMENT, STEP = 13.5e-12, 1.2e-9, 3e-6
-#: What a step takes longer where another thread makes steps too, of other samples; the least of these that a part may have,
-#: as fewer take as long; and what it takes to wake a thread, and to wait for it.
+#: Seconds that a step takes longer while another thread computes steps of other samples; the fewest samples of a part,
+#: since fewer take as long; and the seconds to wake a thread and wait for it.
 BESIDE_STEPS, LEAST_SAMPLES, WAKE = 40e-6, 4, 500e-6
-#: What steps take longer while another thread works out inputs ahead; seconds of a chunk of these, and for how many chunks
-#: there is memory.
+#: Factor by which steps take longer while another thread multiplies inputs ahead; seconds of a chunk of these inputs;
+#: and the number of chunks that memory holds.
 AHEAD, AHEAD_SECONDS, AHEAD_CHUNKS = 1.2, 200e-6, 4
 
 
 def division(problem: RecurrentProblem, copies_x: bool) -> tuple[int, int]:
-    """Threads that take directions and parts of the samples; and of how many chunks another one works out the inputs ahead.
+    """Threads that share directions and parts of the samples; and chunks whose inputs another thread multiplies ahead.
 
-    As many as the caller has named, and otherwise what takes least.
+    If the caller has named a number of threads, directions and samples are divided among all of them.  Otherwise they
+    are divided if that takes less estimated time than one thread.  Multiplying ahead is chosen if it takes even less.
     """
     geometry, threads = problem.geometry, problem.host.threads
     if threads == 1:
@@ -50,7 +51,7 @@ def division(problem: RecurrentProblem, copies_x: bool) -> tuple[int, int]:
 
 
 def _seconds(problem: RecurrentProblem) -> tuple[float, float]:
-    """What all steps take, on one thread, and the products of their inputs."""
+    """Estimated seconds of all steps on one thread, and of the products of their inputs."""
     geometry = problem.geometry
     rows = geometry.steps * geometry.directions * geometry.gates * geometry.hidden
     product = rows * max(geometry.batch, LEAST_SAMPLES) * MULTIPLY_ADD * ITEMSIZE[accumulator(problem.dtype)] / 4
@@ -59,25 +60,28 @@ def _seconds(problem: RecurrentProblem) -> tuple[float, float]:
 
 
 def chunk_ahead(problem: RecurrentProblem) -> int:
-    """The steps of a chunk whose inputs are a long call."""
+    """Number of steps in a chunk whose inputs take one long call."""
     return int(AHEAD_SECONDS * problem.geometry.steps / _seconds(problem)[1])
 
 
 class InputsAhead:
-    """The inputs of so many chunks, in order: `project` works them out by number, in one of at least two `buffers`."""
+    """The inputs of `chunks` chunks, in order; `project` multiplies one chunk, given by number, in one of the buffers.
+
+    There must be at least two `buffers`.
+    """
 
     def __init__(self, chunks: int, buffers: int, project: Callable[[int], None]) -> None:
         self._chunks, self._project = chunks, project
         self._next, self._lock = 0, allocate_lock()
-        #: Something for each buffer that nobody needs any more; and for each chunk that the other thread has taken, in order,
-        #: whether its inputs are there.
+        #: `_free` holds one item per free buffer.  `_done` holds, for each chunk that the other thread has taken, in
+        #: order, whether its inputs are ready.
         self._free: SimpleQueue[None] = SimpleQueue()
         self._done: SimpleQueue[bool] = SimpleQueue()
         for _ in range(buffers):
             self._free.put(None)
 
     def run(self, prepare: Callable[[], None], advance: Callable[[int], None]) -> None:
-        """Let `advance` work out the steps of each chunk, by number, when its inputs are there; `prepare` comes first."""
+        """Call `prepare`, then `advance` with the number of each chunk when its inputs are ready."""
         in_threads(2, lambda work: work(), (lambda: self._steps(prepare, advance), self._inputs))
 
     def _steps(self, prepare: Callable[[], None], advance: Callable[[int], None]) -> None:
@@ -87,14 +91,17 @@ class InputsAhead:
                 if self._takes(number):
                     self._project(number)
                 elif not self._done.get():
-                    return  # the other thread raises what went wrong
+                    return  # the other thread raises the exception
                 advance(number)
                 self._free.put(None)
         finally:
             self._end()
 
     def _takes(self, number: int) -> bool:
-        """Whether nobody has taken this chunk; then all buffers are free, but for one that the other thread may be about to use."""
+        """Take this chunk and return True, unless the other thread has taken it.
+
+        If it is still there, all buffers are free, except one that the other thread may be about to use.
+        """
         with self._lock:
             if self._next != number:
                 return False
@@ -118,7 +125,7 @@ class InputsAhead:
             self._end()
 
     def _end(self) -> None:
-        """Nobody takes chunks any more, or waits: a signal may have ended this thread wherever it was."""
+        """Mark all chunks as taken and wake the other thread; a signal may have ended this thread at any point."""
         with self._lock:
             self._next = self._chunks
         self._free.put(None)

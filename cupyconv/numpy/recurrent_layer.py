@@ -1,4 +1,4 @@
-"""How a recurrent layer runs: chunk by chunk of its steps, for each direction and part of the samples.
+"""Execution of a recurrent layer: one chunk of steps after the other, for each direction and part of the samples.
 
 ::
 
@@ -6,8 +6,9 @@
     [h, 1] (H, N)  --BLAS-->   gates (G, H, N)   + projected   --activations-->   the next h, c
     [h, x, 1]      --BLAS-->   gates             of joined weights
 
-The states of a chunk lie side by side, each the next step's factor; the result gets them together.  Where lengths are given,
-samples past their length get their old states back, so that nothing of what lies beyond reaches them.
+The states of a chunk are contiguous.  Each of them is the factor of the next step, and all are copied to the result
+together.  If lengths are given, samples past their length get their old states back, so that later inputs do not affect
+them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from cupyconv.problem.arrays import dtype_from_name
 if TYPE_CHECKING:
     from cupyconv.numpy.recurrent import RecurrentStep
 
-#: Lengths where none are given.
+#: Stands for lengths that are not given.
 _NO_LENGTHS = np.empty(0, np.int64)
 
 
 class RecurrentLayer:
-    """What runs a step of the plan, for one call after the other."""
+    """Runs a step of the plan; one call after the other reuses it."""
 
     def __init__(self, step: RecurrentStep) -> None:
         geometry = step.problem.geometry
@@ -47,7 +48,7 @@ class RecurrentLayer:
         self._result_dtype = dtype_from_name(step.problem.dtype)
         starts = range(0, max(1, geometry.batch), step.samples)
         parts = [slice(first, min(first + step.samples, geometry.batch)) for first in starts]
-        #: Each direction and part of the samples, beside a sequence that no call is using.
+        #: Each direction and part of the samples, with a `_Sequence` that no call is using.
         self._work: list[tuple[int, slice, deque[_Sequence]]] = [
             (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
         ]
@@ -73,11 +74,11 @@ class RecurrentLayer:
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
     ) -> None:
-        """All steps of one direction and part of the samples."""
+        """Run all steps of one direction and part of the samples."""
         direction, samples, idle = work
         try:
             sequence = idle.pop()
-        except IndexError:  # the first call, or one beside another
+        except IndexError:  # the first call, or a concurrent one
             sequence = _Sequence(self._step, direction, samples, self._dtype)
         sequence.run(arrays, weights[direction])
         if self._step.keeps_memory:
@@ -88,7 +89,7 @@ class RecurrentLayer:
         if self._geometry.directions > 1:
             own = {role: array[direction] for role, array in own.items()}
         for role in self._converted:
-            if own[role].ndim == 1:  # rounded to the result's dtype first, as an argument of that would have been
+            if own[role].ndim == 1:  # rounded to the result's dtype first, as an argument of that dtype would be
                 own[role] = own[role].astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
@@ -111,21 +112,21 @@ class _Chunk(NamedTuple):
 
     begin: int
     end: int
-    times: slice | None  # the same of an array; None where it is all of it
-    projected: np.ndarray  # what the inputs add, (steps, G * H, N); of one sample (steps, G * H)
-    written: np.ndarray  # as the product writes it; of joined weights x itself, (steps, I, N), beside the states
-    first: np.ndarray  # h before the step that comes first
-    last: np.ndarray  # and after the one that comes last
-    states: np.ndarray  # h after each, (steps, N, H); of a single step (N, H)
-    steps: Iterable[Step]  # in order
+    times: slice | None  # these steps as an index of a sequence; None if they are the whole sequence
+    projected: np.ndarray  # projected inputs, (steps, G * H, N); for one sample (steps, G * H)
+    written: np.ndarray  # the same memory as the product writes it; if joined, memory for x next to h, (steps, I, N)
+    first: np.ndarray  # h before the step that runs first
+    last: np.ndarray  # h after the step that runs last
+    states: np.ndarray  # h after each step, (steps, N, H); for a single step (N, H)
+    steps: Iterable[Step]  # in the order in which they run
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """These steps of an array of all."""
+        """Select these steps from an array of all steps."""
         return array if self.times is None else array[self.times]
 
 
 class _Sequence:
-    """One direction of some samples: the memory that the steps share, and all steps of one call after the other."""
+    """One direction of some samples: the memory that its steps share, reused by one call after the other."""
 
     def __init__(self, step: RecurrentStep, direction: int, samples: slice, dtype: np.dtype) -> None:
         problem, geometry = step.problem, step.problem.geometry
@@ -137,19 +138,21 @@ class _Sequence:
         self._cell = cell_of(geometry, direction, batch, dtype, peephole, step.folded, block)
         rows, self._input_block = len(self._cell.rows), input_block
         inputs = geometry.inputs if step.joined else 0
-        #: What the inputs add in each step of a chunk; of several where they are worked out ahead.
+        #: Projected inputs of each step of a chunk; of several chunks if another thread multiplies ahead.
         self._projected = np.empty(
             (max(1, step.ahead), step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype
         )
-        #: h before and after each step of a chunk, beside x and a 1 where inputs and biases are columns of its weight.
+        #: h before and after each step of a chunk, followed by x and a 1 if inputs and biases are columns of the
+        #: weight.
         self._states = np.empty((step.chunk + 1, hidden + inputs + step.has_bias_column, batch), dtype)
         self._states[:, hidden + inputs :] = 1
         self._zero, self._half, self._two = np.zeros((1, 1), dtype), dtype.type(0.5), dtype.type(2)
         self._is_lone = batch == 1
         x_shape = (geometry.inputs,) if self._is_lone else (batch, geometry.inputs)
         self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied and not step.joined else None
-        #: What this has of each argument and result but weights, as a view; None where it is all of it.  Of x (T, N, I), or
-        #: rows (T, I) of one sample; of the result (T, N, H), or (N, H) of a single step; of states (N, H).
+        #: Index of this sequence's view of each argument and result except weights; None if it is the whole array.  The
+        #: view of x is (T, N, I), or (T, I) for one sample; of the result (T, N, H), or (N, H) for a single step; of
+        #: states (N, H).
         every = None if batch == geometry.batch else samples
         columns = slice(direction * hidden, (direction + 1) * hidden)
         own: dict[str, Any] = {"x": (slice(None), samples.start if self._is_lone else samples), "lengths": every}
@@ -167,13 +170,13 @@ class _Sequence:
             for role, shape in (geometry.keeps.items() if problem.kept else ())
         }
         self._direction, self._samples = direction, samples
-        #: Where all steps are one chunk it may be kept.
+        #: The only chunk if it has all steps; it may be cached.
         self._every: list[_Chunk] | None = None
         if step.keeps_memory and step.chunk >= geometry.steps:
             self._every = [chunk._replace(steps=[*chunk.steps]) for chunk in self._chunks(geometry.steps)]
 
     def run(self, arrays: Mapping[str, Any], weights: Weights) -> None:
-        """All steps, and the last states; arguments and results are given by name."""
+        """Compute all steps, and the last states; arguments and results are given by name."""
         own = {role: arrays[name] if index is None else arrays[name][index] for role, name, index in self._own}
         kept = {
             role: arrays[name][self._direction].reshape(shape)[:, self._samples]
@@ -221,7 +224,7 @@ class _Sequence:
             own["c"][...] = cell.c.T
 
     def _chunks(self, most: int) -> Iterator[_Chunk]:
-        """The steps before `most` in this direction's order, as views of the memory that they share."""
+        """Yield chunks of the steps before `most`, in this direction's order, as views of the shared memory."""
         order = slice(None, None, -1 if self._backwards else 1)
         rows, hidden = len(self._cell.rows), self._geometry.hidden
         for number, first in enumerate(range(0, most, self._step.chunk)[order]):
@@ -254,7 +257,7 @@ class _Sequence:
             )
 
     def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
-        """Steps for a cell to work out; after each, samples past their length get their old states back."""
+        """Yield steps for a cell to compute; after each step, samples past their length get their old states back."""
         for step in steps:
             t, *_, h, after = step
             past, c = lengths <= t, self._cell.c.copy()
@@ -263,13 +266,13 @@ class _Sequence:
             np.copyto(self._cell.c, c, where=past)
 
     def _initial(self, state: np.ndarray | None) -> np.ndarray:
-        """A state before the first step as a cell has it: as an argument of the result's dtype would have been; or zeros."""
+        """The initial state for a cell, or zeros; rounded to the result's dtype, like an argument of that dtype."""
         if state is None:
             return self._zero
         return (state if state.dtype == self._result_dtype else state.astype(self._result_dtype)).T
 
     def _project(self, x: np.ndarray, chunk: _Chunk, weights: Weights) -> None:
-        """What the inputs of the steps of a chunk add to its gates, or the inputs beside its states."""
+        """Multiply a chunk's inputs by the input weight; if weights are joined, copy the inputs next to the states."""
         if self._step.joined:
             chunk.written[...] = x[:, :, None] if self._is_lone else x.swapaxes(1, 2)
             return

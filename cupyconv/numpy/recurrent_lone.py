@@ -1,7 +1,7 @@
-"""One step of one sample: most of it is Python, so it reads and writes the caller's arrays where they lie.
+"""One step of one sample: most of its time is spent in Python, so it reads and writes the caller's arrays in place.
 
-Such steps have few calls, each of which is short: what a step needs besides is made once and kept.  An lstm's ordinary step
-has a list of calls of its own; any other is made by the cell that a sequence has.
+Such a step makes few calls, and each of them is short.  Everything else that a step needs is created once and cached.
+An ordinary lstm step has its own list of calls; any other step uses the same cell as a sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cupyconv.numpy.recurrent_weights import Weights, slopes
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.recurrence import RecurrentProblem
 
-#: Roles of what all steps of a direction share.
+#: Roles of the arguments that all steps of a direction share.
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
 _NOTHING_KEPT: dict[str, np.ndarray] = {}
 _NO_STATE = np.empty(0)
 
 
 def lone_step(problem: RecurrentProblem, dtype: str) -> Callable[[Mapping[str, Any]], None]:
-    """What runs such a step, computed in this dtype, for arguments and results by name."""
+    """Return a function that runs one step of one sample in `dtype`, on arguments and results by name."""
     geometry = problem.geometry
     names = [activation.name for activation in geometry.activations[0]]
     is_ordinary = names == ["sigmoid", "tanh", "tanh"] and not geometry.input_forget and geometry.clip is None
@@ -37,7 +37,10 @@ def lone_step(problem: RecurrentProblem, dtype: str) -> Callable[[Mapping[str, A
 
 
 class _LstmStep:
-    """A step of an lstm of sigmoid and tanh, of which the first is ``tanh(v / 2) / 2 + 1 / 2``: all gates, (1, 4 * H), at once."""
+    """A step of an lstm with sigmoid and tanh, which computes all gates, (1, 4 * H), at once.
+
+    A sigmoid is computed as ``tanh(v / 2) / 2 + 1 / 2``.
+    """
 
     def __init__(self, problem: RecurrentProblem, dtype: np.dtype) -> None:
         geometry, names = problem.geometry, {role: operand.name for role, operand in problem.operands.items()}
@@ -46,14 +49,14 @@ class _LstmStep:
         self._shape, self._dtype = (1, 4 * geometry.hidden), dtype
         self._slope = np.repeat(np.array(slopes(geometry, 0), dtype), geometry.hidden).reshape(self._shape)
         self._offset = 1 - self._slope
-        #: Memory that no call is using: what the input adds to the gates; and these, as a whole and one by one.
+        #: Memory that no call is using: the projected input; the gates as one array; and views of the single gates.
         self._idle: deque[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = deque(maxlen=1)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the results."""
+        """Compute the results; arguments and results are given by name."""
         try:
             memory = self._idle.pop()
-        except IndexError:  # the first call, or one beside another
+        except IndexError:  # the first call, or a concurrent one
             gates = np.empty(self._shape, self._dtype)
             memory = np.empty_like(gates), gates, np.split(gates, 4, axis=1)
         projected, gates, (i, f, g, o) = memory
@@ -77,7 +80,7 @@ class _LstmStep:
 
 
 class _CellStep:
-    """A step by a cell.  Of one sample a state (1, H) lies in memory as the column (H, 1) that a cell has."""
+    """A step by a cell.  For one sample, a state (1, H) has the same memory layout as the column (H, 1) of a cell."""
 
     def __init__(self, problem: RecurrentProblem, dtype: np.dtype) -> None:
         geometry = problem.geometry
@@ -88,14 +91,14 @@ class _CellStep:
         self._names = {role: operand.name for role, operand in problem.operands.items()}
         self._weights = [(role, self._names[role]) for role in WEIGHTS if role in self._names]
         self._has_cell_state = geometry.cell == "lstm"
-        #: A cell, beside what the input adds to its gates, that no call is using.
+        #: A cell that no call is using, with memory for its projected input.
         self._idle: deque[tuple[Cell, np.ndarray, Any]] = deque(maxlen=1)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
         try:
             memory = self._idle.pop()
-        except IndexError:  # the first call, or one beside another
+        except IndexError:  # the first call, or a concurrent one
             memory = self._memory()
         cell, projected, cut = memory
         names = self._names
@@ -110,7 +113,7 @@ class _CellStep:
         h = arrays[names["h0"]].T
         cell.advance(weights, ((0, cut, h, h, arrays[names["out"]].T),), _NOTHING_KEPT)
         if self._has_cell_state:
-            cell.next_c = _NO_STATE  # it was the caller's
+            cell.next_c = _NO_STATE  # drop the reference to the caller's array
         self._idle.append(memory)
 
     def _memory(self) -> tuple[Cell, np.ndarray, Any]:

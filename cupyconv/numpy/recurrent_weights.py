@@ -1,7 +1,7 @@
-"""The weights of a recurrent layer as its steps multiply them: as they lie, or copied as BLAS reads them fastest.
+"""Weights of a recurrent layer as its steps multiply them: in place, or copied to the layout that BLAS reads fastest.
 
-What would else be passes over all gates goes into a copy: slopes, biases, and the halves of a doubled lstm (`recurrent_cells`
-says what these are).  A copy is worth its time where a weight has many steps.
+A copy includes slopes, biases, and the halves of a doubled lstm, which would otherwise be passes over all gates.
+`recurrent_cells` explains these terms.  A copy saves time if many steps use the weight.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
 
-#: Rows of a weight that are multiplied at a time, where BLAS would copy both factors of the whole product at each step.
+#: Rows of a weight that are multiplied at a time, if BLAS would pack both factors of the whole product in each step.
 _BLOCKS = (64, 48, 32)
-#: Products without blocks, as a part of the largest that BLAS does not copy factors for: near that they are slower.
+#: Largest product without blocks, as a fraction of the largest that BLAS does not pack; close to that, products are
+#: slower.
 _IN_ONE = 0.6
-#: Steps from which a copy of the weight in blocks takes less than it saves.
+#: Steps from which a copy of the weight in blocks takes less time than it saves.
 _MANY_STEPS = 8
-#: Elements of a weight that takes longer to copy by columns than it saves.
+#: Elements of a weight below which an aligned copy, made some rows at a time, takes longer than it saves.
 _FEW_ELEMENTS = 16_000
 #: Rows of a weight that are copied at a time, so that columns are read and written in cache.
 _ROWS_COPIED = 64
-#: A doubled lstm's gates as they lie in memory.
+#: The order in which a doubled lstm stores its gates.
 DOUBLED = (2, 1, 0, 3)
 
 
 def slopes(geometry: RecurrentGeometry, direction: int, doubled: bool = False) -> list[float]:
-    """What each gate is multiplied with before its activation is applied; in the order of a `doubled` lstm, or the usual one."""
+    """The factor of each gate before its activation, in the order of a `doubled` lstm or in the usual one."""
     each = [0.5 if activation.name == "sigmoid" else 1.0 for activation in activations_of_gates(geometry, direction)]
     return [each[gate] for gate in DOUBLED] if doubled else each
 
@@ -46,13 +47,13 @@ def activations_of_gates(geometry: RecurrentGeometry, direction: int) -> list[Ac
 
 
 def is_doubled(geometry: RecurrentGeometry, direction: int, peephole: bool, folded: bool) -> bool:
-    """Whether an lstm's gates i, f, o and its h are kept twice as large as they are, which folded weights undo."""
+    """Whether an lstm stores doubled values of its gates i, f, o and its h, which folded weights compensate."""
     names = [activation.name for activation in geometry.activations[direction]]
     return folded and geometry.cell == "lstm" and not peephole and names == ["sigmoid", "tanh", "tanh"]
 
 
 def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
-    """Rows of the blocks that a weight is copied in, so that each is a small product; 0 where it is multiplied as it lies."""
+    """Rows per block of a weight that is copied in blocks, so that each product is small; 0 if it has no blocks."""
     if samples == 1 or geometry.steps < _MANY_STEPS or rows * columns * samples <= _IN_ONE * SMALL_PRODUCT:
         return 0
     small = [block for block in _BLOCKS if block * columns * samples <= SMALL_PRODUCT]
@@ -60,20 +61,21 @@ def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples:
 
 
 def in_blocks(rows: int, block: int) -> int:
-    """The rows of all blocks: those of the last one that are too many hold nothing of interest."""
+    """Rows of all blocks together; the last block may have excess rows, which are not used."""
     return -(-rows // block) * block if block else rows
 
 
 def copied_for_blas(
     parts: Sequence[np.ndarray], slope: np.ndarray | None, block: int, order: Sequence[int] = (0,), halved: int = 0
 ) -> np.ndarray:
-    """A weight of these parts, side by side, times the slope of each row: copied so that it lies column by column.
+    """Copy a weight of these parts, side by side, in column-major order, and multiply each row by its slope.
 
-    ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
-    so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
+    The shape is ``(rows, columns)``, or ``(blocks, rows per block, columns)`` if the weight is multiplied in blocks.
+    BLAS reads a weight with this layout in half the time if it begins at a cache line.  A small weight gains little,
+    and is copied at once without this alignment.
 
-    The rows of gates come in this `order`, in which slopes are given; the first columns, as many as are `halved`, are times a
-    half too.
+    The rows of gates are stored in this `order`, in which slopes are given.  The first `halved` columns are also
+    multiplied by a half.
     """
     rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
     of_gate = rows // len(order)
@@ -89,7 +91,7 @@ def copied_for_blas(
         if halved:
             multiply(turned[:halved], np.array(0.5, dtype), turned[:halved])
         return turned.T
-    own = block or rows  # without gaps: the method `dot` copies what has some, at each call
+    own = block or rows  # no gaps between columns: the method `dot` would copy a matrix with gaps in each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
     run = block or _ROWS_COPIED
     for begin, end in pairwise(sorted({*range(0, rows, run), *range(0, rows, of_gate), rows})):
@@ -98,7 +100,7 @@ def copied_for_blas(
         for part in parts:
             copy[column : column + part.shape[1]] = part[source : source + end - begin].T
             column += part.shape[1]
-    memory[-1, :, rows - (len(memory) - 1) * own :] = 0  # where BLAS reads beyond the weight
+    memory[-1, :, rows - (len(memory) - 1) * own :] = 0  # BLAS reads these rows beyond the weight too
     if slope is not None:
         if rows < len(memory) * own:
             slope = np.concatenate((slope, np.ones((len(memory) * own - rows, 1), dtype)))
@@ -110,30 +112,30 @@ def copied_for_blas(
 
 
 def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that begins at a cache line."""
+    """Uninitialized memory that begins at a cache line."""
     return np.ndarray(shape, dtype, aligned_bytes(prod(shape) * dtype.itemsize))
 
 
-#: A product with a weight: its other factor, and where the result goes.
+#: A product with a weight, called with the other factor and the output array.
 Product = Callable[[np.ndarray, np.ndarray], object]
 
 
 def multiplied_by(weight: np.ndarray) -> Product:
-    """``product(factor, out)`` of a weight; where it is in blocks, `out` is (blocks, rows of one, N)."""
-    return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # takes half the time of `np.matmul`
+    """Return ``product(factor, out)`` of a weight; if it is in blocks, `out` is (blocks, rows per block, N)."""
+    return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # `dot` takes half the time of `np.matmul`
 
 
 def _no_copy() -> None:
-    """Of a weight that is multiplied as it lies."""
+    """Do nothing, for a weight that is multiplied in place."""
 
 
 class Weights:
-    """What one direction of a call multiplies and adds, in the dtype computed with.
+    """Weights and biases that one direction of a call multiplies and adds, in the dtype of the computation.
 
-    Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
-    the state as one more column of `weight_hh`.  Where they are `joined`, the columns of weight_ih come before that one, and
-    nothing is left to add.  `block` and `input_block` are the rows of blocks that weight_hh and weight_ih are multiplied
-    in, see `block_of_rows`.  A `doubled` lstm's have its order of gates, and halved columns of h.
+    If `slope` (G * H, 1) is given, the weights are *folded*: they are copied with the slopes, and the biases that are
+    added with the state become one more column of `weight_hh`.  If they are `joined`, the columns of weight_ih come
+    before that column, and no bias is left to add.  `block` and `input_block` are the rows per block of weight_hh and
+    weight_ih, see `block_of_rows`.  The weights of a `doubled` lstm have its order of gates, and halved columns of h.
     """
 
     def __init__(
@@ -156,10 +158,11 @@ class Weights:
         resets_product = is_gru and geometry.linear_before_reset
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
         with_state = [weight_hh, weight_ih] if joined else [weight_hh]
-        #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
+        #: The bias that is added with the inputs, to the rows from `biased` on; and the bias of the product that a
+        #: gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
         if both is not None and (slope is not None or resets_product):
-            first = 2 * hidden if is_gru else rows  # the candidate's rows, of which two biases may be told apart
+            first = 2 * hidden if is_gru else rows  # first row of the candidate, which may have two biases
             of_inputs, of_state = (bias_ih, bias_hh) if resets_product else (both, None)
             column = both.copy()
             if slope is None:
@@ -173,10 +176,11 @@ class Weights:
                 if of_inputs is not None and first < rows:
                     self.input_bias, self.biased = of_inputs[first:] * slope[first:, 0], first
         order, halved = (DOUBLED, hidden) if doubled else ((0,), 0)
-        #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
+        #: The input weight, (G * H, I) or in blocks; not used if the weights are joined.
         self.weight_ih = weight_ih
-        #: What makes the copies of either weight, once; until then nothing can be multiplied by them.  It is let go then: it
-        #: holds this, and memory that waits for the collector of cycles is not what the next call writes.
+        #: Functions that copy either weight; each must be called once before the weight is multiplied.  It then drops
+        #: the reference to itself, which forms a cycle with this object: memory that waits for the collection of cycles
+        #: cannot be reused by the next call.
         self.copy_input: Callable[[], None] = _no_copy
         self.copy_state: Callable[[], None] = _no_copy
         if input_block or (slope is not None and not joined):
@@ -184,9 +188,10 @@ class Weights:
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
-        #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
+        #: ``recurrent(h, out)`` is the product with the state; ``candidate(h, out)`` is the candidate's product in a
+        #: gru that resets the state.
         self.recurrent = self.candidate = multiplied_by(weight_hh)
-        apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
+        apart = 2 * hidden if is_gru and not resets_product else rows  # first row of the candidate, if it waits for r
         if block or slope is not None:
             self.copy_state = partial(self._copy_state, with_state, weight_hh, apart, slope, block, order, halved)
         elif apart < rows:

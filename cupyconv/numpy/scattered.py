@@ -1,4 +1,4 @@
-"""A transposed convolution scattered: products, added where the kernel reaches, block by block; epilogue, store.
+"""Transposed convolution, scattered: products are added where the kernel reaches, block by block; epilogue, store.
 
 ::
 
@@ -9,11 +9,11 @@
     any strides,                       [channels, taps, pixels]              [channels, elements]                 any strides,
     any dtype                          dtype of the sums                     or the results themselves            rounded once
 
-A block is some samples and some channels of the results, so that blocks share nothing.  Within one, run
-after run of x's pixels is multiplied, and added while its columns are in cache.
+A block is some samples and some channels of the results, so blocks share nothing.  Within a block, the runs of x's
+pixels are multiplied one after the other, and added while their columns are in cache.
 
-Blocks are disjoint and runs of a block are added in order, so threads may take blocks in any order and every
-bit stays the same.
+Blocks are disjoint and the runs of a block are added in order.  The results are therefore bitwise the same in whatever
+order threads compute the blocks.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.problems import TransposedProblem
 
-#: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
+#: Channels of a block below which pixels are cut instead: fewer channels would leave too few rows in a product.
 FEW_CHANNELS = 32
 
-#: Sums of a block's channels in one array: (array [channels, samples, d, h, w], which of the block's channels).
+#: Sums of some of a block's channels: (array [channels, samples, d, h, w], the slice of the block's channels).
 Piece = tuple[np.ndarray, slice]
 
 
@@ -63,19 +63,19 @@ Piece = tuple[np.ndarray, slice]
 
 @dataclass(frozen=True)
 class ScatteredLoop(BlockLoop):
-    """A loop over samples and channels of the results, in `blocks` blocks; subclasses are the ways to add products.
+    """A loop over samples and channels of the results; a subclass is an implementation that adds products.
 
-    `block` is samples, and the pixels of x that a product is over: within a block, run after run of pixels
-    is added to the sums that its windows reach.  `channels` is a number of whole groups, or part of one.
+    `block` is the samples of a block, and the extents of a run: the pixels of x that one product covers.  Each run is
+    added to the sums that its windows reach.  `channels` is the channels of some whole groups, or of part of one.
     """
 
     kept: ClassVar[int] = 1
-    #: Bytes of columns that a run aims at.
+    #: Target for the bytes of a run's columns.
     target: ClassVar[int] = PRODUCT_BLOCK
     #: Channels of a block below which pixels are cut.
     fewest_channels: ClassVar[int] = FEW_CHANNELS
-    #: Whether taps come first in the weight, which is a copy then, and whether one product is all there is to an element
-    #: where there is one tap.
+    #: `taps_first`: whether taps are the first axis of the weight, which is a copy then.  `one_product`: whether an
+    #: element is a single product if there is one tap.
     taps_first: ClassVar[bool] = False
     one_product: ClassVar[bool] = True
 
@@ -85,18 +85,18 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
-        """Columns that are kept for a channel and a pixel."""
+        """Return the number of columns that are stored per channel and pixel."""
         return cls.kept
 
     @abstractmethod
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
-        """Add what a run of pixels brings to a block of (samples, channels)."""
+        """Add the contribution of a run of pixels to a block of (samples, channels)."""
 
-    # What all have in common.
+    # Common to all subclasses.
 
     @property
     def each_block(self) -> Iterator[tuple[range, range]]:
-        """The samples of each block, and its channels, counted through all outputs."""
+        """The samples and the channels of each block; channels count through the concatenated results."""
         geometry, (whole, part) = self.geometry, self.cut_channels
         for samples in parts_of(geometry.batch, self.block[0]):
             for first in range(0, geometry.in_channels, whole):
@@ -105,7 +105,7 @@ class ScatteredLoop(BlockLoop):
 
     @property
     def cut_channels(self) -> tuple[int, int]:
-        """Channels that are cut into the same parts each, groups or all, and those of a part."""
+        """The channels that are cut into parts (those of a group, or all), and the channels of a part."""
         geometry, part = self.geometry, max(1, self.channels)
         whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
         return max(1, whole), part
@@ -121,23 +121,23 @@ class ScatteredLoop(BlockLoop):
 
     @cached_property
     def runs(self) -> int:
-        """Runs of x's pixels of a block."""
+        """Number of runs of x's pixels per block."""
         return prod(-(-extent // part) for extent, part in zip(self.geometry.out_size, self.block[1:]))
 
     @cached_property
     def area(self) -> int:
-        """Pixels of a run's products."""
+        """Pixels of a run, over all samples of a block."""
         return prod(self.block)
 
     def products_work(self, taps: float) -> float:
-        """What products take, each of so many taps."""
+        """Return the estimated time of the products, each of `taps` taps."""
         geometry, own = self.geometry, max(1, self.channels // max(1, self.geometry.group_channels))
         sizes = self.channels / own * taps, geometry.group_outputs, self.area
         return self.blocks * self.runs * own * geometry.taps / taps * cost.product(*sizes, self.problem)
 
     @property
     def added_work(self) -> float:
-        """What it takes to add an element for every tap; and to write zeros before, and copies of sums and of x."""
+        """Estimated time to write zeros, to add an element for every tap, and to copy sums and x."""
         geometry, problem = self.geometry, self.problem
         elements = self.blocks * self.runs * self.channels * self.area * geometry.taps
         if geometry.padding_mode == "constant":
@@ -168,19 +168,20 @@ class ScatteredLoop(BlockLoop):
 
     @property
     def workspace(self) -> int:
-        """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
+        """Bytes for one block: columns, its part of x, sums, and temporaries for borders and activations."""
         problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
         area, columns = self.area, self.columns(geometry)
         item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
         if problem.factor_alone_is_complex:
-            # Products with the parts of the weight; and these, whose elements are apart: NumPy 2.5 copies them.
+            # Products with the real or imaginary part of the weight, and a copy of that part: it is strided, and NumPy
+            # 2.5 copies it.
             nbytes += columns * channels * (area + geometry.group_outputs) * item // 2
         if not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
-            # Tap by tap, or pixel by pixel.
+            # Values are added tap by tap, or pixel by pixel.
             ways = (run, geometry.stride), (geometry.kernel, geometry.dilation)
             nbytes += channels * samples * max(added_together(geometry, *way) for way in ways) * item
             nbytes += INDEX_ARRAYS * INDEX_BYTES * max(max(read_through_index(geometry, way[0])) for way in ways)
@@ -195,7 +196,7 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def _fitted(cls, problem: TransposedProblem) -> Self:
-        """The first of the loops to try that keeps within the workspace limit."""
+        """Return the first loop of `_to_try` that fits the workspace limit."""
         weight = cls._weight_copy(problem)
         limit, fixed = problem.limit_with(weight), weight + 2 * Plan.ALIGNMENT
         least = 0
@@ -208,11 +209,11 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:
-        """Loops to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
+        """Yield candidates, the best first: then fewer channels, shorter runs, and at last sums in the results."""
         geometry, machine = problem.geometry, problem.host
         one = cls(problem, (1, 1, 1, 1))
         exact = accumulator(problem.dtype) == problem.dtype
-        # Sums are added to for every tap: at strides, that takes longer than one copy at the end.
+        # Every tap adds to the sums.  In a strided result, that takes longer than one copy at the end.
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
         per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
         ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
@@ -236,7 +237,7 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def _weight_copy(cls, problem: TransposedProblem) -> int:
-        """Bytes of the weight where it must be copied: another dtype, order or sign."""
+        """Return the bytes of the weight's copy, if one is needed: for the dtype, the order or the conjugate."""
         is_conjugated = problem.conjugate and is_complex(problem.weight_dtype)
         is_copied = cls.taps_first or is_conjugated or not weight_is_factor(problem)
         return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else 0
@@ -246,12 +247,12 @@ class ScatteredLoop(BlockLoop):
 
     @cached_property
     def written_once(self) -> bool:
-        """Whether an element's sum is one product."""
+        """Whether each element's sum is a single product."""
         return self.geometry.is_pointwise and self.one_product
 
     @cached_property
     def pixel_runs(self) -> list[tuple[range, ...]]:
-        """The runs of x's pixels that products are over."""
+        """The runs of x's pixels that products cover."""
         return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -259,7 +260,7 @@ class ScatteredLoop(BlockLoop):
 
 
 def x_is_factor(problem: TransposedProblem) -> bool:
-    """Whether products read x where it lies, sample by sample."""
+    """Whether products read x in place, sample by sample."""
     (x, *others) = problem.xs
     return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and problem.is_one_kind
 
@@ -268,7 +269,7 @@ def x_is_factor(problem: TransposedProblem) -> bool:
 
 
 class ScatteredRun:
-    """One run: its arrays, brought to five axes, and what its blocks share."""
+    """One run: its arrays, viewed with five axes, and the data that its blocks share."""
 
     def __init__(self, loop: ScatteredLoop, arrays: Mapping[str, Any]) -> None:
         self.loop, self.problem, self.geometry = loop, loop.problem, loop.geometry
@@ -280,7 +281,7 @@ class ScatteredRun:
         if loop.taps_first:
             weight = np.moveaxis(weight, (0, 1), (-2, -1))
         weight = np.ascontiguousarray(weight, loop.factor_dtype)
-        if problem.conjugate:  # the argument stays as it is, a copy need not
+        if problem.conjugate:  # in place only in a copy, not in the argument
             is_copy = not np.may_share_memory(weight, arrays["weight"])
             weight = np.conjugate(weight, out=weight if is_copy else None)
         per_group = (geometry.groups, geometry.group_outputs, geometry.group_channels)
@@ -313,12 +314,12 @@ class ScatteredRun:
                 result[...] = piece
 
     def add_runs(self, sums: list[Piece], block: tuple[range, range]) -> None:
-        """Add what all pixels bring, run after run."""
+        """Add the contributions of all pixels, run after run."""
         for pixels in self.loop.pixel_runs:
             self.loop.add(self, sums, block, pixels)
 
     def _pieces(self, samples: range, channels: range) -> list[Piece]:
-        """What of the results a block is."""
+        """Return the parts of the results that a block covers."""
         pieces = []
         for out, first in zip(self.outs, self.geometry.channel_offsets):
             begin, end = max(channels.start, first), min(channels.stop, first + out.shape[1])
@@ -330,7 +331,7 @@ class ScatteredRun:
     def add_each(
         self, sums: list[Piece], pixels: tuple[range, ...], values: np.ndarray, taps: Sequence[range] | None = None
     ) -> None:
-        """Add values [channels, taps, samples, pixels of the run]: tap by tap, or where these are fewer pixel by pixel."""
+        """Add values [channels, taps, samples, pixels of the run]: tap by tap, or pixel by pixel if these are fewer."""
         windows = self.geometry if taps is None else self.geometry.with_taps(taps)
         if windows.taps <= prod(map(len, pixels)):
             for t, regions in enumerate(tap_regions(windows, pixels)):
@@ -345,7 +346,7 @@ class ScatteredRun:
     def add(self, sums: list[Piece], regions: tuple[Region, ...], values: np.ndarray) -> None:
         """Add values [channels, samples, pixels of the run] to the elements that a tap reads for them."""
         for at, elements in regions:
-            if elements is None:  # what fell on padding is dropped
+            if elements is None:  # values in padding are dropped
                 continue
             for piece, part in sums:
                 columns = read(values[part], at)
@@ -357,21 +358,21 @@ class ScatteredRun:
     # Products.
 
     def groups(self, channels: range) -> tuple[slice, slice]:
-        """The groups that a block's channels belong to, and which channels of each."""
+        """Return the groups of a block's channels, and the slice of channels in each group."""
         per_group = self.geometry.group_channels
         first, last = channels.start // per_group, (channels.stop - 1) // per_group
         begin = channels.start - first * per_group
         return slice(first, last + 1), slice(begin, begin + min(per_group, len(channels)))
 
     def factors(self, block: tuple[range, range], pixels: tuple[range, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The factors of columns: the weight [groups, channels * taps, outputs], and x [groups, outputs, pixels]."""
+        """Return the factors of columns: the weight [groups, channels * taps, outputs], x [groups, outputs, pixels]."""
         groups, within = self.groups(block[1])
         weight = self.weight[groups, :, within]
         matrix = weight.reshape(*weight.shape[:2], weight.shape[2] * weight.shape[3]).swapaxes(1, 2)
         return matrix, self.x_of(groups, block[0], pixels)
 
     def x_of(self, groups: slice, samples: range, pixels: tuple[range, ...]) -> np.ndarray:
-        """The part of x [groups, outputs of one, pixels of all samples] that a product takes."""
+        """Return the part of x that a product reads: [groups, outputs per group, pixels of all samples]."""
         geometry = self.geometry
         count, rows = groups.stop - groups.start, geometry.group_outputs
         first, last = groups.start * rows, groups.stop * rows
@@ -391,11 +392,11 @@ class ScatteredRun:
         return gathered.reshape(count, rows, len(samples) * prod(size))
 
     def product(self, matrix: np.ndarray, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Rows of the weight times x, in scratch memory of this shape."""
+        """Return rows of the weight times x, in a scratch buffer of shape `shape`."""
         columns = self.sums.array("columns", shape)
         place = columns.reshape(*matrix.shape[:2], x.shape[2])
         real = columns.real.dtype
-        if self.problem.x_alone_is_complex:  # its parts are twice as many real pixels
+        if self.problem.x_alone_is_complex:  # as real numbers, x has twice as many pixels
             np.matmul(matrix, x.view(real), out=place.view(real))
         elif self.problem.factor_alone_is_complex:
             part = self.sums.array("part", place.shape, real)

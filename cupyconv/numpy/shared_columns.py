@@ -1,14 +1,14 @@
-"""Columns that taps share, as they lie for a product of one tap after the other (Cho and Brand, "MEC", ICML 2017).
+"""Columns that taps share, in the layout for products of one tap after another (Cho and Brand, "MEC", ICML 2017).
 
-Along the outermost axis of the kernel, the taps' columns are the same rows of pixels, each beginning further on, so they are
-written once for all of these taps::
+Along the outermost axis of the kernel, the columns of all taps are the same rows of pixels, and each tap starts at a
+later row.  So these rows are written once for all of these taps::
 
     columns for kh = 0      row 0   row 1   row 2   row 3          with pixels in the order (h, samples, d, w)
-                    1               row 1   row 2   row 3   row 4  a tap's columns are one matrix, rows apart;
-                    2                       row 2   row 3   ...    with a stride, rows of one phase are
+                    1               row 1   row 2   row 3   row 4  the columns of a tap are one matrix;
+                    2                       row 2   row 3   ...    with a stride, the rows of one phase are
 
-Gradients of weights have such products, and depthwise convolutions at strides scale such columns.  A convolution that has a
-product for each row of its result, of all taps, is `mec`'s.
+Weight gradients use such products, and depthwise convolutions with a stride scale such columns.  A convolution with one
+product of all taps per row of its result is in `mec`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shap
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
-#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
-#: thin anyway, and writing columns takes longer.
+#: Rows of columns from which taps share them.  With fewer rows, the products of one tap would be thin.  With groups
+#: they are thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
 
 
 def taps_share(geometry: ConvGeometry, item: int) -> bool:
-    """Whether taps along the kernel's outermost axis can share columns, and products of one tap are worth it."""
+    """Whether taps along the kernel's outermost axis can share columns, and products of one tap are worthwhile."""
     taps = geometry.kernel[geometry.outermost]
     enough = geometry.groups > 1 or geometry.reduction >= LEAST_SHARED * taps
     return taps > 1 and enough and _columns_leave_cache(geometry, item)
@@ -41,9 +41,9 @@ def _columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
 
 
 def mec_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """The columns of some channels that a block's taps share: (c, other taps, rows, samples, other pixels).
+    """Yield the taps and the shape of the columns that they share: (c, other taps, rows, samples, other pixels).
 
-    Where the stride keeps taps from meeting the same rows, there is one array for every phase, beside its taps.
+    If the stride makes taps read different rows, each phase has its own array.
     """
     axis = geometry.outermost
     taps, stride, gap, rows = (t[axis] for t in (geometry.kernel, geometry.stride, geometry.dilation, block[1:]))
@@ -57,7 +57,7 @@ def mec_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Itera
 
 
 def mec_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
-    """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
+    """Bytes per group of the columns that a block's taps share, and of the tile that they are copied from."""
     geometry = problem.geometry
     columns = sum(prod(shape) for _, shape in mec_shapes(geometry, geometry.group_channels, block))
     tile = prod(tile_shape(geometry, geometry.group_channels, block))
@@ -65,20 +65,20 @@ def mec_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, it
 
 
 def mec_part(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
-    """Groups whose MEC columns stay in cache together."""
+    """Number of groups whose MEC columns stay in cache together."""
     return even_part(problem.geometry.groups, MEMORY_BLOCK // (mec_bytes(problem, block, item) or 1))
 
 
 def is_in_order(geometry: ConvGeometry, block: BlockSize) -> bool:
-    """Whether the pixels of MEC columns, the outermost axis of the kernel before all others, are in their own order."""
+    """Whether the pixels of MEC columns, which start with the kernel's outermost axis, are in their normal order."""
     return prod(block[: 1 + geometry.outermost]) == 1
 
 
 def mec_columns(images: Images, block: Block, part: int) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
-    """For `part` groups at a time, so that they stay in cache: the groups, and the columns that taps share.
+    """Yield `part` groups at a time, which stay in cache, and the columns that their taps share.
 
-    Columns are arrays (c, tap, other taps, pixels), beside the taps of each: views in which a tap's pixels begin
-    further on than those of the one before.
+    Columns are pairs of a slice of taps and an array (c, tap, other taps, pixels).  The array is a view in which the
+    pixels of each tap start later than those of the previous tap.
     """
     per_group = block.geometry.group_channels
     for groups in parts_of(block.geometry.groups, part):

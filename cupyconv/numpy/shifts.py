@@ -1,16 +1,16 @@
-"""Columns as shifts of the image: what a tap reads of all rows is one run of memory, where rows are as long as the result's.
+"""Columns as shifts of the image: if its rows are as long as the result's, a tap reads all rows as one contiguous run.
 
-A window moves along the width by one element, and from the end of a row to the beginning of the next: of an image whose rows
-are as long as those of the result, a tap reads all its pixels in one run, and at the ends of rows what belongs to others.
-These few elements are zeros in the columns, where the padding is::
+A window moves along the width by one element, and from the end of a row to the beginning of the next.  If the rows of
+the image are as long as those of the result, a tap reads all its pixels in one run.  At the ends of rows, this run has
+elements of other rows.  These few elements are padding, and are overwritten by zeros in the columns::
 
     rows of the image, one after the other        a b c d | e f g h | i j k l
     columns of the tap in the middle              a b c d   e f g h   i j k l      one run each
                        to its left              . a b c   d e f g   h i j k        with d, h overwritten by zeros
                        to its right             b c d     e f g h   i j k l        with e, i
 
-A run is copied in a third of the time that its rows take one by one, and the products, of all pixels at once, are written where
-the result lies.  Of a stride, the elements that some taps read are brought together first: one image for each phase.
+Copying a run takes a third of the time of copying its rows one by one.  The products of all pixels are written directly
+to the result.  With a stride, the elements that a phase of taps reads are first copied to an image of their own.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem
 
-#: Pixels with which a product is about as fast as with more.
+#: Pixels from which a product is about as fast as with more pixels.
 LONG_PRODUCT = 256
-#: Calls for some groups of a block, and for each phase of theirs, without those that write zeros.
+#: Calls for some groups of a block, and for each of their phases, without the calls that write zeros.
 TURN_CALLS, PHASE_CALLS = 9, 2
 
 
 class Shift(NamedTuple):
-    """What the taps of a phase read, their columns, and the elements of these that are padding."""
+    """The elements that the taps of a phase read, their columns, and the parts of the columns that are padding."""
 
     image: np.ndarray  # (channels, samples, d, h, w)
     windows: np.ndarray  # (groups, channels, taps of 3 axes, samples, d, run)
@@ -56,7 +56,7 @@ class Shift(NamedTuple):
 
 
 class Shifts(ConvLoop):
-    """Columns of some groups, in long runs, and their products."""
+    """Columns of some groups, copied in long runs, and their products."""
 
     name = "shifted columns"
     words = "columns as shifts of the image, and products"
@@ -64,7 +64,7 @@ class Shifts(ConvLoop):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        """Whether rows of what a phase of taps reads are no longer than those of the result, and their ends read zeros."""
+        """Whether rows that a phase of taps reads are no longer than rows of the result, and row ends read zeros."""
         geometry = problem.geometry
         has_zeros = geometry.padding_mode == "constant" or not (geometry.before[2] or geometry.after[2])
         has_rows = geometry.taps > 1 and prod(geometry.out_size[:2]) > 1
@@ -83,7 +83,7 @@ class Shifts(ConvLoop):
         if self.part * self._columns_bytes > COLUMNS_BLOCK:
             columns *= cost.FARTHER
         columns += cost.left_out(per_pixel * prod(geometry.out_size[:2]) * left_out)
-        # Every phase has as much of the image as the next, about.
+        # All phases have about the same share of the image.
         extents = [n + sum(reach) / max(1, len(reach)) for n, reach in zip(self.block[1:3], self._reaches)]
         elements = prod(extents) * prod(map(len, self._reaches)) * sum(row.elements for row in self._rows)
         is_apart = geometry.stride[2] > 1
@@ -109,7 +109,7 @@ class Shifts(ConvLoop):
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:
-        # Groups are divided among threads where there are enough of them.
+        # Threads share the groups if there are enough of them.
         threads = problem.host.threads
         return 1 if problem.geometry.groups >= 2 * threads else threads
 
@@ -117,7 +117,7 @@ class Shifts(ConvLoop):
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
         pixels = COLUMNS_BLOCK // (geometry.reduction * ITEMSIZE[accumulator(problem.x_dtype)] or 1)
-        # Samples together where all groups have room; of a large image a part, of one group.
+        # Several samples if all groups fit; of a large image, a part for one group.
         return max(pixels // max(1, geometry.groups), min(pixels, geometry.pixels), LONG_PRODUCT), geometry.batch
 
     @classmethod
@@ -136,7 +136,7 @@ class Shifts(ConvLoop):
         room = (self.problem.limit - weight_copy(self.problem) - 2 * Plan.ALIGNMENT) // threads - self.index_bytes
         most = min(COLUMNS_BLOCK // (self._columns_bytes or 1), room // (self._group_bytes or 1))
         parts = ceil(groups / max(1, most)) or 1
-        if self.blocks % threads:  # all threads have as many
+        if self.blocks % threads:  # all threads have equally many
             parts = ceil(parts / threads) * threads
         return ceil(groups / parts) or 1
 
@@ -163,16 +163,16 @@ class Shifts(ConvLoop):
 
     @property
     def _columns_bytes(self) -> int:
-        """Bytes of a group's columns."""
+        """Bytes of the columns of one group."""
         samples, *size = self.block
         return samples * self.geometry.reduction * self._pitch(prod(size)) * self.x_dtype.itemsize
 
     def _pitch(self, pixels: int) -> int:
-        """Elements from one row of columns to the next: those that begin where cache lines do are read in half as many loads."""
+        """Return the elements from one row of columns to the next; rows at cache lines need half as many loads."""
         return whole_lines(pixels, self.x_dtype.itemsize)
 
     def _image_elements(self, channels: int, block: BlockSize) -> int:
-        """Elements of the largest phase of so many channels, and what is read before it, or behind."""
+        """Return the elements of the largest phase of `channels` channels, and of what is read before or after it."""
         samples, depth, height, width = block
         rows = prod(n + max(reach, default=0) for n, reach in zip((depth, height), self._reaches))
         beyond = max((max(-firsts[0], firsts[-1] - firsts[0]) for _, firsts, _ in self._rows), default=0)
@@ -180,24 +180,24 @@ class Shifts(ConvLoop):
 
     @cached_property
     def _rows(self) -> list[BareRow]:
-        """A row of each phase along the width."""
+        """One row for each phase along the width."""
         return bare_rows(self.geometry)
 
     @cached_property
     def _reaches(self) -> list[list[int]]:
-        """Of each phase along the depth, and the height: the elements that it has more than there are pixels."""
+        """For each phase along the depth, and along the height: the elements that it has in addition to the pixels."""
         return [[(len(taps) - 1) * gap for taps, gap in phases_along(self.geometry, axis)] for axis in (0, 1)]
 
     # Products
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Those of a product, of a sample and a group: outputs, reduction and pixels."""
+        """Outputs, reduction and pixels of a product of one sample and one group."""
         return self.geometry.group_outputs, self.geometry.reduction, prod(self.block[1:])
 
     @cached_property
     def _parts(self) -> cost.Parts | None:
-        """Those of a product, where they take less than a whole."""
+        """Parts of a product, if they take less time than the whole; else None."""
         return parts_of_columns(self.problem, self._sizes)
 
     @cached_property
@@ -225,7 +225,7 @@ class Shifts(ConvLoop):
         return sums
 
     def _steps(self, scratch: Scratch, block: Block, phases: Sequence[Phase]) -> tuple[list[Shift], list[np.ndarray]]:
-        """Every phase of a block, and the columns as matrices."""
+        """Return the phases of a block, and the columns as matrices."""
         geometry, (samples, depth, height, width) = self.geometry, block.size
         groups, per_group = block.groups.stop - block.groups.start, geometry.group_channels
         memory = scratch.array("tile", (self._image_elements(groups * per_group, block.size),))

@@ -1,14 +1,14 @@
-"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back.
+"""Spectra: the Fourier transforms, forward and inverse, of tiles with lengths that are fast to transform.
 
 ::
 
     tile     |x x x x x x x x x x x x x x 0|    a length with small prime factors: all that a block reads, perhaps zeros
     windows  [k   k   k]                        the first window, dilated by zeros between taps
-                       [k   k   k]              the last one of the block
-    outputs  |y y y y y y y y|. . . . . . .|    a product of spectra wraps round, but for these
+                       [k   k   k]              the last window of the block
+    outputs  |y y y y y y y y|. . . . . . .|    the product of spectra wraps around, except in these outputs
 
-Transforms of real numbers have half the frequencies along the last axis that is transformed.  Axes along which the
-kernel has one tap are not: they are as many tiles.
+Transforms of real numbers have half the frequencies along the last transformed axis.  Axes along which the kernel has
+one tap are not transformed: each position along them is a separate tile.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ProductsProblem
 from cupyconv.problem.transforms import transformed_axes
 
-#: Bytes of a block: samples and lines are taken together as far as they stay in cache.
+#: Bytes of a block: as many samples and lines are computed together as stay in cache.
 BLOCK = 2 << 20
-#: How much longer each transform is that is looked at than the one before.
+#: Ratio of a candidate's transform lengths to those of the candidate before.
 LONGER = 1.4
-#: The part of the limit below which the spectra of a weight leave room enough.
+#: The spectra of a weight leave enough memory if this many times their bytes fit the workspace limit.
 SMALL_SPECTRA = 8
-#: Parts of a kernel along an axis up to which it is counted which tiles lie in padding.
+#: Most kernel parts along an axis for which the tiles that are only padding are counted.
 COUNTED = 1024
-#: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
+#: Most multiply-adds of a block that is recomputed if it is not finite: these take a few seconds.
 MOST_PRODUCTS = 1 << 34
 
 # --- cutting --------------------------------------------------------------------------------------------------
 
 
 def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
-    """Extents of blocks of the result that are worth a look, the smallest first: all axes as much longer than the kernel.
+    """Yield candidate extents of blocks of the result, the smallest first.
 
-    Along axes that are not transformed one pixel.
+    The transformed axes of a tile are longer than the kernel by a common factor.  Other axes of a block have one pixel.
     """
-    from scipy.fft import next_fast_len  # imported where transforms are likely
+    from scipy.fft import next_fast_len  # imported only when transforms are likely
 
     along, longer, before = transformed_axes(geometry), 1.0, (0, 0, 0)
     whole = tuple(extent if axis in along else 1 for axis, extent in enumerate(geometry.out_size))
@@ -63,16 +63,16 @@ def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
 
 
 def has_large_spectra(problem: ProductsProblem) -> bool:
-    """Whether the spectra of a weight leave little room for tiles that are larger than the kernel, so that it is cut too."""
+    """Whether the weight's spectra leave little memory for tiles larger than the kernel, so that it is cut too."""
     geometry = problem.geometry
     spectra = geometry.out_channels * geometry.group_channels * prod(geometry.span)
     return SMALL_SPECTRA * spectra * ITEMSIZE[accumulator(problem.dtype)] > problem.limit
 
 
 def part_extents(geometry: ConvGeometry) -> Iterator[tuple[Triple, Triple]]:
-    """Extents of blocks of the result, and taps of parts of the kernel, that are worth a look, the smallest tiles first.
+    """Yield candidate extents of blocks of the result, with taps of kernel parts, the smallest tiles first.
 
-    A tile has half of its length from either, as both have to be gone through, unless one of them is shorter.
+    Block and part are each half of a tile's length, because loops run over both, unless one of them is shorter.
     """
     from scipy.fft import next_fast_len
 
@@ -91,7 +91,7 @@ def part_extents(geometry: ConvGeometry) -> Iterator[tuple[Triple, Triple]]:
 
 
 def tiles_read(geometry: ConvGeometry, block: Sequence[int], taps: Sequence[int]) -> int:
-    """Tiles of all blocks (n, d, h, w) under all parts of the kernel, of so many taps, that do not lie in padding alone."""
+    """Return the number of tiles of all blocks (n, d, h, w) under all kernel parts, without those of padding alone."""
     count = -(-geometry.batch // block[0])
     for axis, (own, part) in enumerate(zip(block[1:], taps)):
         size, stride, gap = geometry.size[axis], geometry.stride[axis], geometry.dilation[axis]
@@ -108,7 +108,7 @@ def tiles_read(geometry: ConvGeometry, block: Sequence[int], taps: Sequence[int]
 
 
 def with_lines(geometry: ConvGeometry, block: Sequence[int], most: int) -> tuple[int, int, int, int]:
-    """The block (n, d, h, w) with as many samples, and pixels along axes that are not transformed, as are at most so many."""
+    """Return the block (n, d, h, w) with at most `most` lines, over samples and axes that are not transformed."""
     counts, along, wider = (geometry.batch, *geometry.out_size), transformed_axes(geometry), list(block)
     for axis in reversed([axis for axis in range(4) if axis - 1 not in along]):
         stride = geometry.stride[axis - 1] if axis else 1
@@ -132,7 +132,7 @@ class Tile:
 
     @classmethod
     def of(cls, geometry: ConvGeometry, pixels: Sequence[int], is_real: bool, along: tuple[int, ...]) -> Tile:
-        """The tile that all windows of so many pixels of the result lie in, transformed along these axes."""
+        """Return the tile of all windows of `pixels` pixels of the result, transformed along the axes `along`."""
         from scipy.fft import next_fast_len
 
         read = [(n - 1) * stride + span for n, stride, span in zip(pixels, geometry.stride, geometry.span)]
@@ -147,7 +147,7 @@ class Tile:
 
     @cached_property
     def frequencies(self) -> Triple:
-        """The sizes of the tile's spectrum."""
+        """Sizes of the tile's spectrum."""
         depth, height, width = (
             extent // 2 + 1 if self.is_real and axis == self.along[-1] else extent
             for axis, extent in enumerate(self.size)
@@ -156,7 +156,7 @@ class Tile:
 
     @cached_property
     def of_kernel(self) -> Triple:
-        """The sizes of a kernel's spectrum."""
+        """Sizes of a kernel's spectrum."""
         depth, height, width = (n if axis in self.along else 1 for axis, n in enumerate(self.frequencies))
         return depth, height, width
 
@@ -166,21 +166,21 @@ class Tile:
 
     @cached_property
     def flops(self) -> int:
-        """Operations of a transform of real numbers."""
+        """Floating-point operations of a transform of real numbers."""
         return int(2.5 * self.elements * self._levels)
 
     def seconds(self, problem: ProductsProblem, images: int = 1) -> float:
-        """What a transform takes, of an image among so many that are transformed together."""
+        """Return the estimated time of one image's transform, if `images` images are transformed together."""
         lines = max(1, images) * self.elements // max(self.size[axis] for axis in self.along)
         return cost.fourier(self.elements, self._levels, problem, lines)
 
     def shape(self, read: Sequence[int]) -> Triple:
-        """The sizes of the tile of a smaller block, which reads so much: the same where it is transformed."""
+        """Return the sizes of the tile of a smaller block, which reads `read`; transformed axes keep their length."""
         depth, height, width = (self.size[axis] if axis in self.along else n for axis, n in enumerate(read))
         return depth, height, width
 
     def spectrum(self, image: np.ndarray, first: int) -> np.ndarray:
-        """The spectrum of an image whose three axes are those from `first` on; complex ones may be overwritten."""
+        """Return the spectrum of an image along its three axes from `first` on; a complex image may be overwritten."""
         from scipy.fft import fft, rfft
 
         for axis in reversed(self.along):
@@ -189,7 +189,7 @@ class Tile:
         return image
 
     def image(self, spectrum: np.ndarray, first: int, wanted: Sequence[slice]) -> np.ndarray:
-        """The wanted elements of the image that has this spectrum, which is overwritten."""
+        """Return the wanted elements of the image with this spectrum, which is overwritten."""
         from scipy.fft import ifft, irfft
 
         for axis, elements in enumerate(wanted):
@@ -202,12 +202,12 @@ class Tile:
 
 
 def every(counts: Sequence[int], strides: Sequence[int]) -> list[slice]:
-    """So many elements along each axis, from the first on, and as far apart."""
+    """Return slices of `counts` elements along each axis, `strides` apart, from the first element on."""
     return [slice(0, (count - 1) * stride + 1, stride) for count, stride in zip(counts, strides)]
 
 
 def dilated(kernels: np.ndarray, geometry: ConvGeometry) -> np.ndarray:
-    """Kernels (..., kd, kh, kw) with zeros between their taps."""
+    """Return kernels (..., kd, kh, kw) with zeros between their taps."""
     if geometry.dilation == (1, 1, 1):
         return kernels
     wide = np.zeros((*kernels.shape[:-3], *geometry.span), kernels.dtype)

@@ -1,18 +1,17 @@
-"""The gradient of a depthwise weight by strips: products of an image's strip and of the gradient's, whose diagonals are taps.
+"""Depthwise weight gradient by strips: products of strips of the image and of the gradient, with taps on diagonals.
 
-One tap's gradient is a vector by a vector, and all taps of a row of the kernel read the same elements again.  So of a strip of
-both, a few pixels wide, all elements of a row of x are multiplied with all of a row of the gradient, and summed over rows:
+One tap's gradient is a dot product, and all taps of a kernel row read the same elements again.  In a strip of both, a
+few pixels wide, all elements of an x row are therefore multiplied by all of a gradient row, and summed over rows:
 
 ::
 
-    x' [elements, rows]   x   grad [rows, outputs]    =    d0            of which the diagonals are needed:
+    x' [elements, rows]   x   grad [rows, outputs]    =    d0            only the diagonals are needed:
                                                            d1 d0         d0 d0 ... sum up to tap 0's gradient,
     for each row of the kernel, from                       d2 d1 d0      d1 d1 ... to tap 1's
     its row of x on, `stride` rows apart                      d2 d1
 
-The narrower a strip is, the fewer products are in vain; the wider, the better BLAS is at them.  What fills its vectors is pixels
-or, where strides are large and strips narrow, elements; the other side is taken one by one.  Whatever the stride is, each element
-is read where it lies.
+Narrow strips waste fewer products; in wide strips, BLAS is faster per product.  Pixels fill the vectors of BLAS or,
+with large strides and narrow strips, elements do; the other side is processed one by one.  All reads are in place.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from cupyconv.problem.arrays import accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Pixels of the gradient that a strip is wide, at the least and at the most.
+#: Smallest and largest width of a strip, in pixels of the gradient.
 NARROWEST, WIDEST = 6, 16
-#: What elements of a strip fill of a vector at the least: fewer took BLAS up to twice as long.
+#: Smallest fraction of a vector that the elements of a strip fill: with fewer, BLAS took up to twice as long.
 FILLED = 0.75
-#: Of the price of products, and of their sums, what they take here: both are so small that they stay in the innermost cache.
+#: Time of products and of their sums, relative to the cost model: here, both stay in the innermost cache.
 IN_CACHE = 0.85
-#: How many times its price a product of complex numbers takes that is so small, nearly at the most: BLAS packs what it hardly uses.
+#: Time of so small a complex product relative to the cost model, near the worst case: BLAS packs what it hardly uses.
 COMPLEX = 3.2
-#: Calls of strips of one width.
+#: Calls for the strips of one width.
 STRIP_CALLS = 14
-#: Elements of a sample's gradient from which it is a block by itself: calls are long enough.
+#: Elements of a sample's gradient from which it is a block of its own: calls are long enough.
 LONE_GRADIENT = 30_000
 
 
 class GradientStrips(DepthwiseGradientLoop):
-    """Products of strips of an image and of the gradient, for each row of the kernel, and sums of their diagonals."""
+    """Multiply strips of the image and of the gradient for each kernel row, and sum the diagonals of the products."""
 
     name = "strips"
     words = "products of strips of both images, whose diagonals are taps"
@@ -82,7 +81,7 @@ class GradientStrips(DepthwiseGradientLoop):
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group's tile, of what fills borders, and of its products and their sum."""
+        """Bytes of one group's tile with temporary copies, and of its products and their sum."""
         geometry, length = self.geometry, self._strip.width
         tile = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))
         strips = 1 + self.block[0] * self.block[1] * ceil(self.block[3] / length)
@@ -109,7 +108,7 @@ class GradientStrips(DepthwiseGradientLoop):
     def _products(
         self, run: WeightRun, image: np.ndarray, grad: np.ndarray, first: int, strips: int, width: int
     ) -> np.ndarray:
-        """Of strips from the pixel `first` on, summed over all: (c, outputs, kh, elements, pixels), or these two exchanged."""
+        """Return the summed products of strips: (c, outputs, kh, elements, pixels), the last two swapped if turned."""
         geometry = self.geometry
         (deeper, down, right), elements = geometry.stride, reach(geometry, 2, width)
         c, outputs, *samples, height, _ = grad.shape
@@ -133,7 +132,7 @@ class GradientStrips(DepthwiseGradientLoop):
         return products.reshape(c, outputs, geometry.kernel[1], *sides)
 
     def _diagonals(self, matrices: np.ndarray) -> np.ndarray:
-        """Of these products those of a tap's element and its pixel: (c, outputs, kh, kw, pixels)."""
+        """Return a view of the products of each tap's elements and pixels: (c, outputs, kh, kw, pixels)."""
         *others, element, pixel = matrices.strides
         pixels = matrices.shape[4]
         if self._strip.is_turned:
@@ -144,7 +143,10 @@ class GradientStrips(DepthwiseGradientLoop):
 
 
 class Strip(NamedTuple):
-    """How the gradient is cut: pixels of a strip; whether elements fill vectors, not pixels; products, and what one and its sum take."""
+    """How the gradient is cut: the width of a strip in pixels, and the number of products.
+
+    If `is_turned`, elements fill vectors, not pixels.  `seconds` is the estimated time of one product and its sum.
+    """
 
     width: int
     is_turned: bool
@@ -154,7 +156,7 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
-    """The strips that take least, of those of which a row has about equal ones."""
+    """Return the strips with the least estimated time, among those that cut a row about evenly."""
     depth, height, width = geometry.out_size
     rows = geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
     least, best = inf, Strip(max(1, width), False, 0, 0.0)
@@ -167,14 +169,14 @@ def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
             each = cost.small_product(sides[0], height, sides[1], dtype) + cost.added(elements * own, dtype)
             seconds = IN_CACHE * rows * count * each
             if width % own:
-                seconds += STRIP_CALLS * cost.CALL  # of the last strip, which is narrower
+                seconds += STRIP_CALLS * cost.CALL  # for the last strip, which is narrower
             if seconds < least:
                 least, best = seconds, Strip(own, is_turned, rows * count, each)
     return best
 
 
 def products_work(problem: WeightGradientProblem) -> float:
-    """What products of strips take, and their sum."""
+    """Return the estimated time of the products of strips and of their sum."""
     width, _, products, own = strip_of(problem.geometry, accumulator(problem.dtype))
     if cost.is_complex_product(problem):
         elements = reach(problem.geometry, 2, width)
@@ -184,5 +186,5 @@ def products_work(problem: WeightGradientProblem) -> float:
 
 
 def gradient_is_rows(problem: WeightGradientProblem) -> bool:
-    """Whether products read the rows of a sample's gradient where they lie."""
+    """Whether products read the rows of a sample's gradient in place."""
     return grad_is_factor(problem) and problem.grad.pixel_stride == 1

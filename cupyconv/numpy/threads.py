@@ -1,13 +1,14 @@
-"""Threads: disjoint parts of a call, on workers that wait between calls; and NumPy's BLAS, held at one thread meanwhile.
+"""Threads: disjoint parts of a call, on workers that wait between calls, while NumPy's BLAS is held at one thread.
 
-A BLAS that divides each product waits for its slowest thread at each product; on a busy machine that is most of the
-time.  Its threads also look for work for 30 ms after each, where ours could run: the next call then took up to twice as
-long.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
+A BLAS that divides each product waits for its slowest thread at each product; on a busy machine, this is most of the
+time.  Its threads also keep looking for work for 30 ms after a product, on cores that our threads need.  The next call
+then took up to twice as long.  Here a call is divided once, into more parts than threads, and each free thread takes
+the next part::
 
     caller    part 0   part 2   part 5   part 6         (takes parts too, and returns when all are done)
     worker    . part 1   part 3     part 4   waits      (woken by the call; from the pool, which is made once)
 
-How many threads is a plan's decision.  What parts compute must not depend on who takes them, or when.
+The plan decides the number of threads.  The result of a part must not depend on which thread computes it, or when.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cupyconv.problem.kept import after_clearing
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
 
-#: Workers that there are at most, however many threads are asked for: more than cores only take turns.
+#: Largest number of workers, however many threads are requested: more workers than cores only take turns.
 _MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
 
 # --- parts ----------------------------------------------------------------------------------------------------
@@ -45,12 +46,12 @@ _MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
 def in_threads(
     threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part], holds_blas: bool = False
 ) -> list[_Result]:
-    """What `work` returns for each part, in the order of the parts.
+    """Return what `work` returns for each part, in the order of the parts.
 
-    The caller is one of the threads; of the others there are fewer where no more can be started.  What a part raises is
-    raised here, when no thread works any more; parts not begun by then are left out.
+    The caller is one of the threads.  There are fewer helpers if no more threads can be started.  An exception of a
+    part is raised here, after all threads have stopped working.  Parts that have not begun by then are skipped.
 
-    Products of a caller who is alone have the threads of BLAS, unless it `holds_blas`.
+    If the caller is the only thread, its products use the threads of BLAS, unless it `holds_blas`.
     """
     if threads > 1:
         job = _Job(work, parts)
@@ -62,7 +63,7 @@ def in_threads(
 
 
 class _Job(Generic[_Part, _Result]):
-    """The parts of one call, and those who take them."""
+    """The parts of one call, and the threads that take them."""
 
     def __init__(self, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> None:
         self._work, self._parts = work, enumerate(parts)
@@ -74,9 +75,9 @@ class _Job(Generic[_Part, _Result]):
         self._all_left.acquire()
 
     def run(self, helpers: int) -> None:
-        """Let so many workers help at most; none of them works any more when this returns or raises.
+        """Let up to `helpers` workers help; none of them works any more when this returns or raises.
 
-        An interruption may come within `close` too, which then ends what it had not: also below, in `hold_while`.
+        An interruption may come within `close`, too.  The second call then completes it, as in `hold_while`.
         """
         try:
             _pool.help_with(self, helpers)
@@ -89,7 +90,7 @@ class _Job(Generic[_Part, _Result]):
                 raise
 
     def take_parts(self) -> None:
-        """Do one part after the other until none is left, or one has failed."""
+        """Compute one part after another until none is left, or one has failed."""
         try:
             while (taken := self._take()) is not None:
                 number, part = taken
@@ -106,7 +107,7 @@ class _Job(Generic[_Part, _Result]):
         return self._closed and not self._helpers
 
     def help(self, worker: _Worker) -> None:
-        """Take parts in another thread than the caller's; nothing where that has gone on already."""
+        """Take parts in a thread other than the caller's; do nothing if the caller has already gone on."""
         with self._lock:
             if self._closed:
                 return
@@ -120,32 +121,32 @@ class _Job(Generic[_Part, _Result]):
                 self._all_left.release()
 
     def given_up(self) -> list[_Result]:
-        """The results, or the error raised; a worker that is slow to let go of the job keeps nothing of the caller's."""
+        """Return the results, or raise the error; a worker that releases the job late holds no object of the caller."""
         results, error = self.results, self.error
         del self._work, self._parts, self.results, self.error
         if isinstance(error, MemoryError):
-            # A copy, of this thread: the frames that it went through have a worker's arrays, and the next attempt, of
-            # smaller blocks, needs their memory.
+            # Raise a copy, made by this thread.  The frames of the original hold a worker's arrays, and the next
+            # attempt, with smaller blocks, needs their memory.
             error = copy(error)
             _let_workers_free()
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # it has this frame, which would have it, and with it all arrays of the call
+                del error  # it refers to this frame, which refers to it and to all arrays of the call
         return [results[i] for i in range(len(results))]
 
     def close(self) -> None:
-        """Wait for those who still help; whoever has not begun by now is not waited for.
+        """Wait for the workers that still help; workers that have not begun by now are not waited for.
 
-        All are idle before the caller goes on: its next call finds the same workers, and the memory that they keep.
+        All are idle before the caller goes on.  So its next call finds the same workers, with their cached memory.
         """
         with self._lock:
             self._closed = True
         while self._helpers:
             try:
                 self._all_left.acquire()
-            except BaseException as interruption:  # Ctrl-C: the arrays are in use until the helpers have left
+            except BaseException as interruption:  # Ctrl-C: the arrays are in use until all helpers have left
                 self.error = interruption
 
 
@@ -153,9 +154,9 @@ class _Job(Generic[_Part, _Result]):
 
 
 class _Pool:
-    """Workers that wait for jobs; started when first needed, for good.
+    """Workers that wait for jobs; they are started when first needed, and never end.
 
-    One that a job has is free again when that is over: so an interruption anywhere between loses none.
+    A worker that a job has taken is free again when the job is over.  So an interruption at any point loses no worker.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class _Pool:
         self._workers: list[_Worker] = []
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
-        """Let so many workers help with a job, or as many as there are."""
+        """Let up to `workers` workers help with a job."""
         elsewhere = _other_processors()
         for _ in range(min(workers, _MOST_WORKERS)):
             worker = self._given_to(job)
@@ -171,27 +172,27 @@ class _Pool:
                 return
             try:
                 worker.start()
-            except RuntimeError:  # no thread can be started: too many, or Python is about to end
+            except RuntimeError:  # no thread can be started: there are too many, or Python is about to end
                 return
             worker.move_to(elsewhere)
             worker.jobs.put(job)
 
     def wake(self) -> None:
-        """Let all that wait run for a moment.
+        """Let all waiting workers run for a moment.
 
-        Where Python has no global lock, what a thread has made is freed by that thread alone, also where another one was
-        the last to let go of it.
+        Without the GIL, an object is freed only by the thread that made it, even if another thread held the last
+        reference.
         """
         woken: SimpleQueue[None] = SimpleQueue()
         waiting = [worker for worker in list(self._workers) if worker.is_free and worker.is_started]
         for worker in waiting:
             worker.jobs.put(woken)
-        with suppress(Empty):  # of one that another call has taken meanwhile
+        with suppress(Empty):  # from a worker that another call has taken meanwhile
             for _ in waiting:
                 woken.get(timeout=1)
 
     def _given_to(self, job: _Job[Any, Any]) -> _Worker | None:
-        """A free worker, which this job has from now on."""
+        """Return a free worker, which belongs to this job from now on; None if there is none."""
         with self._lock:
             worker = next((worker for worker in self._workers if worker.is_free), None)
             if worker is None:
@@ -204,12 +205,12 @@ class _Pool:
 
 
 class _Worker:
-    """A thread that does one job after the other, and waits where there is none."""
+    """A thread that does one job after another, and waits if there is none."""
 
     def __init__(self) -> None:
-        #: Whom to help; or whom to tell that it is awake.
+        #: Jobs to help with, or queues to tell that the worker is awake.
         self.jobs: SimpleQueue[_Job[Any, Any] | SimpleQueue[None]] = SimpleQueue()
-        #: The job that has it, which has the caller's arrays: they are not held here.
+        #: The job that has taken this worker; a weak reference, because a job holds the caller's arrays.
         self.job: ref[_Job[Any, Any]] | None = None
         self._thread: threading.Thread | None = None
         self._is_served = allocate_lock()
@@ -218,7 +219,7 @@ class _Worker:
 
     @property
     def is_free(self) -> bool:
-        held = self.job  # looked at once: the worker may let go of it meanwhile
+        held = self.job  # read once: the worker may reset it meanwhile
         job = None if held is None else held()
         return job is None or job.is_over
 
@@ -227,29 +228,29 @@ class _Worker:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start its thread, if it has none."""
+        """Start the worker's thread, if it has none."""
         if not self.is_started:
-            # In a context of its own: from Python 3.14 on a thread may inherit its starter's, with what is kept in that.
+            # In its own context: since Python 3.14, a thread may inherit its starter's, with what is cached in it.
             thread = threading.Thread(target=Context().run, args=(self._run,), name="cupyconv", daemon=True)
             thread.start()
             self._thread = self._thread or thread
 
     def move_to(self, processors: set[int]) -> None:
-        """Let it be woken on one of these processors, if any are named."""
+        """Let the worker be woken on one of these processors, if any are given."""
         native_id = None if self._thread is None else self._thread.native_id
         if processors and processors != self._processors and native_id is not None:
             os.sched_setaffinity(native_id, processors)
             self._processors = processors
 
     def hold_blas(self) -> None:
-        """Called by the thread itself, while BLAS is held: what a library counts for each thread apart stays held."""
+        """Called by the worker's thread while BLAS is held: some libraries have a separate number for each thread."""
         if not self._holds_blas:
             BLAS.hold_thread()
             self._holds_blas = True
 
     def _run(self) -> None:
         if not self._is_served.acquire(blocking=False):
-            return  # started twice: the first time was interrupted before anybody knew
+            return  # started twice: the first start was interrupted before it was recorded
         self._thread = threading.current_thread()
         with np.errstate(all="ignore"):
             while True:
@@ -258,24 +259,24 @@ class _Worker:
                     job.help(self)
                 else:
                     job.put(None)
-                del job  # it holds the caller's arrays
+                del job  # the job holds the caller's arrays
 
 
 # --- processors -----------------------------------------------------------------------------------------------
 
 
 def _other_processors() -> set[int]:
-    """All that this thread may run on but the one where it is; none where nobody can say.
+    """Return the processors that this thread may run on, except its current one; empty if unknown.
 
-    Linux likes to wake a thread on the processor of the one that wakes it.  There it waits until that one waits: as if
-    there were one thread, for as long as 50 ms.
+    Linux often wakes a thread on the processor of the thread that wakes it.  There it waits until the other thread
+    waits, for up to 50 ms, as if there were only one thread.
     """
     if _processor is None:
         return set()
     return os.sched_getaffinity(0) - {_processor()}
 
 
-#: The number of the processor that the calling thread runs on.
+#: Returns the number of the processor that the calling thread runs on.
 _processor: Callable[[], int] | None = None
 if hasattr(os, "sched_setaffinity"):
     _processor = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -285,31 +286,32 @@ if hasattr(os, "sched_setaffinity"):
 
 
 class Blas:
-    """The number of threads that NumPy's BLAS uses: asked for, and held at one while we use as many ourselves.
+    """The number of threads that NumPy's BLAS uses; held at one while this library uses its own threads.
 
-    It is a setting of the process (environment, affinity, threadpoolctl) and put back as it was.  Its library is looked
-    for when it is first asked.  A BLAS that cannot be asked counts as one thread: it keeps its own.
+    It is a setting of the process (environment, affinity, threadpoolctl), and is restored afterwards.  The library is
+    searched for on first use.  A BLAS whose number cannot be read counts as one thread, and keeps its number.
 
-    A signal's handler may call us in the midst of any method: it gets the lock again, and finds a state that it may change.
+    A signal handler may call any method within another one.  It gets the lock again, and finds a state that it may
+    change.
     """
 
     def __init__(self) -> None:
         self._lock = RLock()
         self._controls: list[_Controls] | None = None
-        self._before: list[int] = []  # while held
+        self._before: list[int] = []  # numbers before the hold, while held
         self._holders: set[object] = set()
 
     @property
     def threads(self) -> int:
-        """As many as it would use now, were it not held."""
+        """Number of threads that BLAS would use now if it were not held."""
         with self._lock:
             found = self._controls or self._found()
-            if len(found) == 1 and not self._before:  # nearly always, and asked for each call
+            if len(found) == 1 and not self._before:  # the usual case, and read in each call
                 return found[0][0]() or 1
             return min(self._before or self._numbers(), default=1)
 
     def hold_while(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns, while all products of the process have one thread: until the last who wants that is done."""
+        """Return what `work` returns; until the last holder is done, all products of the process have one thread."""
         holder = object()
         try:
             self._hold(holder)
@@ -336,16 +338,16 @@ class Blas:
                 self._put_back()
 
     def hold_thread(self) -> None:
-        """Called in another thread while held: some libraries count for each thread apart."""
+        """Called in another thread while BLAS is held: some libraries have a separate number for each thread."""
         self._set([1] * len(self._found()))
 
     def begin_process(self) -> None:
-        """Called in a child of a fork, where nobody holds anything."""
+        """Reset the state in a child of a fork, where nobody holds BLAS."""
         self._lock, self._holders = RLock(), set()
         self._put_back()
 
     def _put_back(self) -> None:
-        # Where another number was set meanwhile, that is what is wanted now.
+        # If another number was set meanwhile, that number is now wanted and stays.
         self._set([before if now == 1 else now for before, now in zip(self._before, self._numbers())])
         self._before = []
 
@@ -358,24 +360,25 @@ class Blas:
 
     def _found(self) -> list[_Controls]:
         if self._controls is None:
-            from threadpoolctl import ThreadpoolController  # imported for those who compute much
+            from threadpoolctl import ThreadpoolController  # imported only for large problems
 
-            with warnings.catch_warnings(action="ignore"):  # of OpenMP libraries that others have loaded
+            with warnings.catch_warnings(action="ignore"):  # about OpenMP libraries that others have loaded
                 found = [library for library in ThreadpoolController().lib_controllers if library.user_api == "blas"]
-            beside = str(Path(np.__file__).parent)  # a wheel of NumPy brings its own
+            beside = str(Path(np.__file__).parent)  # NumPy's wheels bring their own BLAS
             own = [library for library in found if library.filepath.startswith(beside)]
             self._controls = [_controls(library) for library in own or found]
         return self._controls
 
 
-#: What asks a library for its number of threads, and what tells it one.
+#: Functions that return and set a library's number of threads.
 _Controls = tuple[Callable[[], int | None], Callable[[int], Any]]
 
 
 def _controls(library: Any) -> _Controls:
-    """Those of OpenBLAS's own threads are taken from the library itself.
+    """Return the controls of a library; those of OpenBLAS's own threads are taken from the library itself.
 
-    threadpoolctl obeys one thread of the process at a time, as if it held the number for itself; ours is held for all.
+    threadpoolctl obeys one thread of the process at a time, as if it owned the number.  Here the number is held for
+    all.
     """
     if library.internal_api == "openblas" and library.threading_layer != "openmp":
         for prefix, suffix in product(("", "scipy_"), ("", "64_", "_64")):
@@ -391,13 +394,13 @@ _pool = _Pool()
 
 
 def _let_workers_free() -> None:
-    """Where Python has no global lock: what they have made, and nobody has any more."""
+    """Without the GIL, let workers free the objects that they made and that nobody uses any more."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         _pool.wake()
 
 
 def _begin_process() -> None:
-    """A child of a fork has none of the threads."""
+    """Reset the state in a child of a fork, which has none of the threads."""
     global _pool
     _pool = _Pool()
     BLAS.begin_process()

@@ -1,19 +1,19 @@
-"""Depthwise convolution as products of Toeplitz matrices: several neighbouring outputs of a channel at a time.
+"""Depthwise convolution as products with Toeplitz matrices: several neighbouring outputs of a channel at a time.
 
-One output of a channel is a vector by a vector, which no BLAS is quick at.  But m neighbouring outputs read nearly
-the same elements, and what they are of these is a matrix with the kernel on each row, one step further on:
+One output of a channel is a dot product, which BLAS computes slowly.  But m neighbouring outputs read nearly the same
+elements.  They are a matrix times these elements, with the kernel in each row one step further to the right:
 
 ::
 
-    m outputs         | w0 w1 w2          |   m + k - 1 elements, with as many columns as there are
-    of a channel  =   |    w0 w1 w2       | x  pixels beside them: (m, n) = (m, m + k - 1) x (m + k - 1, n)
+    m outputs         | w0 w1 w2          |
+    of a channel  =   |    w0 w1 w2       | x  n columns of m + k - 1 elements: (m, n) = (m, m + k - 1) x (m + k - 1, n)
                       |       w0 w1 w2    |
 
-Along the height (or depth) the columns are the rows of the image (`toeplitz_rows`); along the width, the windows of m
-outputs are the rows of an overlapping view (`toeplitz_runs`).  Both are read where they lie, and nothing is copied.
+Along the height (or depth), the elements are rows of the image, with a column per pixel (`toeplitz_rows`).  Along the
+width, the windows of m outputs are the rows of an overlapping view (`toeplitz_runs`).  Both are read in place.
 
-The zeros are multiplied too, and zero times infinity is NaN: where sums are not finite they are computed again, from
-each window alone, of some pixels at a time, so that little is copied for it.
+The zeros are multiplied too, and zero times infinity is NaN.  Sums that are not finite are therefore recomputed from
+each window alone, for a few pixels at a time, so that the copies are small.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, parts_of, t
 from cupyconv.problem.geometry import ConvGeometry, box_within
 from cupyconv.problem.problems import ConvProblem
 
-#: Bytes of what a group copies for a block.
+#: Bytes that one group copies for a block.
 COPIES_BLOCK = 4 * MEMORY_BLOCK
-#: Pixels whose windows are summed alone at a time, where sums are not finite.
+#: Pixels that are recomputed at a time, each from its window alone, if sums are not finite.
 PIXELS_ALONE = 4096
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
-    """Elements along an axis that so many neighbouring outputs read."""
+    """Return how many elements along an axis `outputs` neighbouring outputs read."""
     return (outputs - 1) * geometry.stride[axis] + geometry.span[axis]
 
 
 def within(stride: int, offset: int, size: int, outputs: int) -> slice:
-    """Of so many outputs those whose tap, at ``output * stride + offset``, lies in an image of this size."""
+    """Return the slice of `outputs` outputs whose tap, at ``output * stride + offset``, is inside the image."""
     start = min(max(0, -(offset // stride)), outputs)
     return slice(start, max(start, min(outputs, -((offset - size) // stride))))
 
 
 class ToeplitzLoop(ConvLoop):
-    """Products of the image and of matrices that have a channel's kernel on their diagonals: some channels at a time."""
+    """Multiply the image by matrices with a channel's kernel on their diagonals, some channels at a time."""
 
     smallest = 1
     turn_calls = 20
@@ -60,12 +60,12 @@ class ToeplitzLoop(ConvLoop):
     @classmethod
     @abstractmethod
     def rough_seconds(cls, problem: ConvProblem) -> float:
-        """About what one thread takes, however it is cut."""
+        """Return a rough estimate of one thread's time, independent of the block size."""
 
     @property
     @abstractmethod
     def products_work(self) -> float:
-        """What products take, and the copies that they are of."""
+        """Estimated time of the products and of the copies that they need."""
 
     @property
     def work(self) -> float:
@@ -77,22 +77,22 @@ class ToeplitzLoop(ConvLoop):
 
     @property
     def _calls(self) -> float:
-        """Calls for some groups of a block: they copy, multiply and check."""
+        """Calls per part of a block's groups, to copy, multiply and check."""
         return 6.0
 
     @classmethod
     def share(cls) -> float:
-        """Seconds of work for which another thread is worth waking."""
+        """Return the seconds of work that make another thread worth waking."""
         return cost.TOEPLITZ_SHARE
 
     @classmethod
     def workers(cls, problem: ConvProblem) -> int:
-        """Threads that have enough to do."""
+        """Return the number of threads that have enough work."""
         return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), cls.share())
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:
-        # Groups are divided among threads where there are enough of them.
+        # If there are enough groups, threads share groups instead of pixels.
         workers = cls.workers(problem)
         return 1 if problem.geometry.groups >= 4 * workers else workers
 
@@ -110,7 +110,7 @@ class ToeplitzLoop(ConvLoop):
         groups = self.geometry.groups
         parts = ceil(groups / max(1, room // (self._group_bytes or 1))) or 1
         workers = self.workers(self.problem)
-        if self.blocks % workers:  # all threads have as many parts
+        if self.blocks % workers:  # give all threads the same number of parts
             parts = ceil(parts / workers) * workers
         return ceil(groups / max(1, parts)) or 1
 
@@ -125,7 +125,7 @@ class ToeplitzLoop(ConvLoop):
 
     @cached_property
     def _alone(self) -> tuple[int, BlockSize]:
-        """Of how many groups, and of how much of a block, windows are summed alone at a time."""
+        """The number of groups and the block size that are recomputed at a time, from each window alone."""
         samples, *size = self.block
         samples = min(samples, max(1, PIXELS_ALONE // (prod(size) or 1)))
         block = samples, *box_within(size, PIXELS_ALONE)
@@ -133,37 +133,38 @@ class ToeplitzLoop(ConvLoop):
 
     @property
     def _alone_bytes(self) -> int:
-        """Bytes of the tile that these windows lie in, where it is not a part of one that is counted."""
+        """Bytes of the tile of these windows; 0 if a tile that is already counted contains it."""
         groups, block = self._alone
         return prod(tile_shape(self.geometry, groups, block)) * self.x_dtype.itemsize if self.is_in_place else 0
 
     @property
     @abstractmethod
     def together(self) -> int:
-        """Groups of which a block's tile is copied together, unless it is read in place."""
+        """Number of groups whose tile is copied together, unless the image is read in place."""
 
     @property
     @abstractmethod
     def is_in_place(self) -> bool:
-        """Whether products read the image where it lies."""
+        """Whether products read the image in place."""
 
-    #: Bytes of what is copied and computed for the groups of a turn.
+    #: Bytes that one turn may copy and compute for its groups.
     groups_bytes: ClassVar[int]
 
     @property
     @abstractmethod
     def _group_bytes(self) -> int:
-        """The same of a group."""
+        """Bytes that a turn copies and computes per group."""
 
     @abstractmethod
     def kernels(self, weight: np.ndarray) -> np.ndarray:
-        """The kernels (c, outputs of each, *kernel) of a weight that is arranged."""
+        """Return the kernels (c, outputs per channel, *kernel) of an arranged weight."""
 
     @abstractmethod
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        """Write a block's sums (c, outputs of each, n, d, h, w) of some channels; whether all are finite.
+        """Write a block's sums (c, outputs per channel, n, d, h, w) for some channels; return whether all are finite.
 
-        One output of each product says so: the zeros bring all that the product reads to every one of them.
+        To check one of the outputs that share elements is enough.  Through the zeros of the matrix, each of them
+        depends on all elements that any of them reads.
         """
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
@@ -182,12 +183,12 @@ class ToeplitzLoop(ConvLoop):
 
 
 def sum_is_finite(sums: np.ndarray) -> bool:
-    # einsum adds strided rows three times as quickly as np.sum does.
+    # einsum adds strided rows three times as fast as np.sum.
     return bool(np.isfinite(np.einsum("abcdefgh"[: sums.ndim] + "->", sums)))
 
 
 def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
-    """The sums (c, outputs of each, n, d, h, w) of windows of a tile (c, n, d, h, w), each by itself."""
+    """Write the sums (c, outputs per channel, n, d, h, w) of a tile (c, n, d, h, w), each from its window alone."""
     c, n, *pixels = image.strides
     taps = [step * gap for step, gap in zip(pixels, geometry.dilation)]
     moves = [step * stride for step, stride in zip(pixels, geometry.stride)]
@@ -197,7 +198,7 @@ def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray,
 
 
 def strided(image: np.ndarray, first: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """A view of an image's elements from the pixel `first` on."""
+    """Return a strided view of an image that begins at the pixel `first`."""
     if image.flags.c_contiguous:
         return np.ndarray(shape, image.dtype, image, sum(map(mul, first, image.strides[2:])), strides)
     from_first: Any = (..., *(slice(index, None) for index in first))
@@ -205,7 +206,7 @@ def strided(image: np.ndarray, first: Sequence[int], shape: Sequence[int], strid
 
 
 def toeplitz(weight: np.ndarray, outputs: int, stride: int, dilation: int) -> np.ndarray:
-    """Matrices (c, o, outputs, other taps, reach) with the taps, the last axis of a weight (c, o, ..., taps), on diagonals."""
+    """Return Toeplitz matrices (c, o, outputs, other taps, reach) with a weight's (c, o, ..., taps) on diagonals."""
     c, o, *_, taps = weight.shape
     weight = weight.reshape(c, o, -1, taps)
     reach = (outputs - 1) * stride + dilation * (taps - 1) + 1

@@ -1,14 +1,15 @@
-"""A signal and one filter: products of a Toeplitz matrix with windows of the line where it lies, set up once for all calls.
+"""One signal and one filter: products of a Toeplitz matrix with windows of the line, set up once for all calls.
 
-Most of such a call is Python between NumPy's loops.  So what does not depend on addresses is worked out once: which windows
-are rows of which product, and which outputs are left for NumPy's `correlate`, as those of a short line all are::
+Such a call spends most of its time in Python, between NumPy's loops.  Everything that does not depend on addresses is
+planned once: which windows, read in place, are rows of which product, and which outputs (in a short line, all) are left
+to NumPy's `correlate`::
 
     x             0 0|. . . . . . . . . . . . . . . . . . . . . . .|0 0
     outputs       ---|=================|=================|------|---
                  edge  windows of L outputs, one after       edge
                        the other: rows of a product
 
-An edge is copied beside its padding first; nothing else is copied.
+An edge is first copied together with its padding.  Nothing else is copied.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex
 from cupyconv.problem.problems import ConvProblem
 
-#: Outputs of a window: as many as a vector has elements, twice as many of float32 where taps are many.
+#: Outputs of a window: the elements of a vector, or twice as many for float32 with at least `MANY_TAPS` taps.
 LENGTH, LONG, MANY_TAPS = 16, 32, 24
-#: Outputs of a part.  One output of each of its windows is read to see whether all are finite: too few for BLAS's threads.
+#: Outputs of a part.  The check for finite sums reads one output per window, too few for BLAS to use threads.
 PART = 1 << 17
-#: Outputs of one product, so that what it reads and writes stays in the innermost cache.
+#: Most outputs of one product, so that its operands and its result stay in the innermost cache.
 INNERMOST = 1 << 14
-#: Parts up to which they are worked out once for all calls; of more, each call does so on its way.
+#: Number of parts up to which they are planned once for all calls.  If there are more, each call plans them as it goes.
 KEPT_PARTS = 256
-#: Taps for which NumPy's `correlate` has a loop of its own.
+#: Most taps for which NumPy's `correlate` has a specialized loop.
 CORRELATED_TAPS = 11
-#: Up to so many multiply-adds a part is correlated as a whole: of few taps, of many; and so are outputs left at its end.
+#: Multiply-adds up to which a whole part is correlated, for few and many taps, and up to which its last outputs are.
 SHORT_LINE, SHORT_LINE_OF_MANY_TAPS, SHORT_EDGE = 12_000, 4_000, 4_000
 
 
 class Products(NamedTuple):
-    """A product for each of several sets of windows: what it reads and writes, (offset, shape, strides) of an `ndarray`."""
+    """A batch of products, one per set of windows: (offset, shape, strides) of the arrays that it reads and writes."""
 
     x: tuple[int, tuple[int, ...], tuple[int, ...]]
     y: tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Correlated(NamedTuple):
-    """Outputs that are correlated: of the part, what they read of the line, and zeros before and after that."""
+    """Outputs of a part that are correlated, the slice of the line that they read, and the zeros around that slice."""
 
     outputs: slice
     read: slice
@@ -64,13 +65,13 @@ class Part(NamedTuple):
     outputs: slice
     products: tuple[Products, ...]
     edges: tuple[Correlated, ...]
-    #: One output of each window: if it is finite, so is all that the window reads.
+    #: One output of each window.  If it is finite, so are all elements that the window reads.
     first_of_windows: slice
     whole: Correlated
 
 
 class ToeplitzLine(ToeplitzRuns):
-    """One line and one filter, of real numbers in the dtype that is computed in."""
+    """One line and one filter of real numbers, in the dtype of the computation."""
 
     name = "Toeplitz line"
     words = "products of a Toeplitz matrix and of windows of the line where it lies"
@@ -105,14 +106,14 @@ class ToeplitzLine(ToeplitzRuns):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         elements = LONG * (LONG + problem.geometry.kernel[2])
-        return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]  # block by block it is made by a copy
+        return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]  # the block-by-block path also copies
 
     @property
     def products_work(self) -> float:
-        """Of windows; and of what is correlated."""
+        """Estimated time of the products of windows, and of the outputs that are correlated."""
         taps, length, problem = self.geometry.kernel[2], self.outputs, self.problem
         work = cost.copied(self.geometry.pixels, INNERMOST, problem.dtype)
-        # The first and the last, and all others as the one in the middle.
+        # Estimate the first and the last part, and use the middle one for all others.
         blocks = self.blocks
         for number, times in ((0, blocks > 0), (blocks // 2, blocks - 2), (blocks - 1, blocks > 1)):
             if times <= 0:
@@ -136,25 +137,26 @@ class ToeplitzLine(ToeplitzRuns):
     def workspace(self) -> int:
         taps, sums = self.geometry.kernel[2], self.block[3] * self.sums_dtype.itemsize
         edge = sums + (taps - 1) * self.x_dtype.itemsize
-        return max(super().workspace, edge + 2 * sums)  # where the result does not lie as an array of its own
+        return max(super().workspace, edge + 2 * sums)  # if the result is not a contiguous array
 
     def part_of_line(self, number: int) -> Part:
-        """One of the line's parts."""
+        """Plan one part of the line."""
         first = number * self.block[3]
         end = min(first + self.block[3], self.geometry.out_size[2])
         geometry, length = self.geometry, self.outputs
         taps, before, size = geometry.kernel[2], geometry.before[2], geometry.size[2]
         begin = min(end, max(first, before))
-        inside = min(end, size + before - taps + 1) - begin  # outputs whose windows lie in the line
+        inside = min(end, size + before - taps + 1) - begin  # outputs whose windows are in the line
         short = SHORT_LINE_OF_MANY_TAPS if taps > CORRELATED_TAPS else SHORT_LINE
         done, products = begin, []
         if inside >= length and (end - first) * taps > short:
-            phases = ceil((length + taps - 1) / length)  # windows that do not overlap
+            phases = ceil((length + taps - 1) / length)  # windows this far apart do not overlap
             windows = inside // length
             most = min(cost.SAFELY_SMALL // (length * (length + taps - 1)), INNERMOST // (phases * length))
             most = max(1, min(most, windows // phases))
             left = windows
-            # First sets of `most` windows a phase, then one of those left; of fewer windows than phases each is a product.
+            # First come sets of `most` windows per phase, then a set of the windows left.  If fewer windows than phases
+            # are left, each of them is a product.
             for count in (most, windows // phases % most):
                 many = left // (phases * count) if count else 0
                 if many:
@@ -177,7 +179,7 @@ class ToeplitzLine(ToeplitzRuns):
         )
 
     def _products(self, output: int, element: int, sets: tuple[int, int, int]) -> Products:
-        """Windows from one output of the part, and one element of the line, on: (turns, products of each, rows of these)."""
+        """Return the products of windows from an output on; `sets` is (turns, products per turn, rows per product)."""
         length, item = self.outputs, self.x_dtype.itemsize
         _, phases, count = sets
         steps = tuple(step * length * item for step in (phases * count, 1, phases)) + (item,)
@@ -196,14 +198,14 @@ class ToeplitzLine(ToeplitzRuns):
 
     @property
     def kept_memory(self) -> int:
-        return super().workspace  # that of the matrix, and more
+        return super().workspace  # at least the bytes of the matrix
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return LineRun(self).run
 
 
 class LineRun:
-    """What runs such a loop."""
+    """The executable of a `ToeplitzLine`, with the data that all calls share."""
 
     def __init__(self, loop: ToeplitzLine) -> None:
         self._loop, self._x, self._dtype = loop, loop.problem.xs[0].name, loop.x_dtype
@@ -213,9 +215,9 @@ class LineRun:
         self._in_place = loop.in_place
         self._taps, self._length = loop.geometry.kernel[2], loop.outputs
         self._has_products = not self._parts or any(part.products for part in self._parts)
-        #: The matrix that no call is using, and where the filter is in it; calls beside each other make their own.
+        #: A matrix that no call is using, and the view of its filter elements.  Concurrent calls make their own.
         self._idle: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=1)
-        #: The product with outputs of the windows is 0 if all are finite, NaN if one is not.
+        #: The dot product with one output per window is 0 if all are finite, and NaN otherwise.
         self._zeros = np.zeros(loop.block[3] // self._length + 1 if self._has_products else 0, self._dtype)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -223,7 +225,7 @@ class LineRun:
         x, out = arrays[self._x], arrays["out"]
         flags = x.flags
         if x.dtype != self._dtype or not (flags.c_contiguous and flags.aligned):
-            # The other byte order, or an address that is no multiple of an element: block by block.
+            # Another byte order, strides or an unaligned address: compute block by block.
             self._loop.run(arrays)
             return
         kernel, line = arrays["weight"].reshape(-1), x.reshape(-1)
@@ -245,10 +247,10 @@ class LineRun:
             self._idle.append((matrix, band))
 
     def _matrix(self) -> tuple[np.ndarray, np.ndarray]:
-        """The Toeplitz matrix (elements, outputs), zero but for the filter; and where that is, for each output."""
+        """Return a Toeplitz matrix (elements, outputs), zero except for the filter, and its view (outputs, taps)."""
         try:
             return self._idle.pop()
-        except IndexError:  # the first call, or one beside another
+        except IndexError:  # the first call, or a concurrent one
             matrix = np.zeros((self._length + self._taps - 1, self._length), self._dtype)
             row, item = matrix.strides
             return matrix, ndarray((self._length, self._taps), self._dtype, matrix, 0, (row + item, row))
@@ -256,7 +258,7 @@ class LineRun:
     def _compute(
         self, number: int, line: np.ndarray, kernel: np.ndarray, matrix: Any, y: np.ndarray, arrays: Mapping[str, Any]
     ) -> None:
-        """A part of the result."""
+        """Compute one part of the result."""
         part = self._parts[number] if self._parts else self._loop.part_of_line(number)
         own = part.outputs
         place = y[own]
@@ -268,7 +270,7 @@ class LineRun:
             self._correlate(edge, line, kernel, sums)
         if part.products:
             first = sums[part.first_of_windows]
-            if first.dot(self._zeros[: len(first)]) != 0:  # it met the matrix's zeros, and spread over its window
+            if first.dot(self._zeros[: len(first)]) != 0:  # a non-finite element times 0 is NaN
                 self._correlate(part.whole, line, kernel, sums)
         if "bias" in arrays:
             sums += arrays["bias"]

@@ -1,7 +1,7 @@
-"""Depthwise convolution by rows: Toeplitz matrices times rows of the image, and sums of what each tap beside gives.
+"""Depthwise convolution by rows: Toeplitz matrices times rows of the image, summed over the taps of the other axes.
 
-A matrix has the taps along the height (or depth); for each tap along the width there is one more below it.  One product gives,
-for each of these taps, what it adds to m rows of the result, as wide as the image is:
+A matrix has the taps along the height (or depth).  The matrices of the taps along the width are stacked.  One product
+computes, for each of these taps, its contribution to m rows of the result, as wide as the image:
 
 ::
 
@@ -9,11 +9,11 @@ for each of these taps, what it adds to m rows of the result, as wide as the ima
     (m, m + k - 1), one below  x  the image  =   lines of tap 1     | p0 p1 p2 p3 |                  +  p1 p2 p3 ...  of tap 1
     the other                     in place       lines of tap 2     | p0 p1 p2 p3 |                  +  p2 p3 p4 ...  of tap 2
 
-The lines of a tap follow each other in memory, and are added as one long run, that of each tap begun where its pixel is.  So
-is a product with a row of ones, of a view in which the runs of taps are the rows of a matrix.  Where a run would pass from one
-line to the next, beyond the end of the image, are zeros: written over the elements there, or between the lines.
+The lines of a tap are contiguous, and are added as one long run, which begins at the tap's first pixel.  A product adds
+the runs: a row of ones times a view whose rows are the runs of all taps.  A run that passes from one line to the next,
+beyond the end of the image, must read zeros.  These overwrite the elements there, or are stored between the lines.
 
-Of a three-dimensional kernel the taps along the axis beside have products of their own, of other rows, and are added too.
+In a three-dimensional kernel, each tap along the depth has products of its own, with other rows; these are added too.
 """
 
 from __future__ import annotations
@@ -34,62 +34,62 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
 from cupyconv.problem.problems import ConvProblem
 
-#: The most rows of outputs that one product computes.
+#: Most rows of outputs that one product computes.
 MOST_ROWS = 32
-#: Bytes of products that are added up while in cache; of fewer, calls are so short that threads wait for each other between them.
+#: Bytes of products that are added while in cache.  With fewer, calls are so short that threads wait for each other.
 ROWS_BLOCK = 4 * MEMORY_BLOCK
-#: Seconds of work for which another thread is worth waking: calls are few, and of views that are there already.
+#: Seconds of work that make another thread worth waking: calls are few, and their views already exist.
 SHARE = 250e-6
-#: Elements of a matrix that OpenBLAS multiplies with a vector on one thread.
+#: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
-#: Fewest pixels beside each other that are worth a product of their own.
+#: Fewest neighbouring pixels that are worth a product of their own.
 LEAST_WIDTH = 64
-#: Seconds to begin a product, and a run of sums; of an element that is added up, of one of a matrix, and of a zero.
+#: Seconds to begin a product, and a run of sums; seconds per element that is added, per matrix element, and per zero.
 BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 8e-9, 150e-12, 300e-12, 2.2e-9
-#: The memory that some groups of a block write; the last two only where products are added up, and not where the result lies.
+#: Scratch buffers of a turn.  The last two are used only if products are added, and "sums" only if not in the result.
 BUFFERS = ("kernels", "matrices", "products", "sums")
 
 
 class Read(NamedTuple):
-    """A product for each channel and sample: where it is written, and what is read; without a matrix zeros are written."""
+    """A product per channel and sample: where it is written and what it reads.  Without a matrix, zeros are written."""
 
     at: tuple[Any, ...]
     matrix: tuple[Any, ...] = ()
-    first: tuple[int, ...] = ()  # pixel of the image
+    first: tuple[int, ...] = ()  # first pixel of the image
     shape: tuple[int, ...] = ()
-    rows: tuple[Any, ...] = ()  # the same as an index, where it is one product: products beside each other share rows
+    rows: tuple[Any, ...] = ()  # the same as an index, for a single product; several share rows
 
 
 class Turn(NamedTuple):
-    """Views of the memory that so many groups write whose products are in cache together."""
+    """Views of the scratch memory of the groups whose products are in cache together."""
 
-    products: Sequence[np.ndarray] = ()  # of each read; none where they are the result
-    borders: Sequence[np.ndarray] = ()  # what becomes zeros, so that runs may pass from one row to the next
-    runs: Sequence[np.ndarray] = ()  # what is added up, in pieces
-    in_runs: Sequence[np.ndarray] = ()  # their sums; none where they are written where the result lies
-    sums: np.ndarray | None = None  # of these what is copied to the result
+    products: Sequence[np.ndarray] = ()  # per read; empty if they are the result
+    borders: Sequence[np.ndarray] = ()  # elements to set to 0, so that runs may pass from row to row
+    runs: Sequence[np.ndarray] = ()  # the runs to add, in pieces
+    in_runs: Sequence[np.ndarray] = ()  # sums of runs; empty if they are in the result
+    sums: np.ndarray | None = None  # the part of the sums that is copied to the result
 
 
 class Steps(NamedTuple):
-    """What calls share, made once: Python takes as long to make a dozen views as BLAS for a hundred products.
+    """Views that calls share, made once, because Python makes a dozen views in the time of a hundred products of BLAS.
 
-    And while one thread makes views no other can begin its next product.  The memory itself is shared with all that runs.
+    Also, while one thread makes views, no other thread can begin its next product.  Other loops use the same memory.
     """
 
-    kernels: np.ndarray  # (c, taps beside, taps of the width, outputs of each, taps)
-    lines: np.ndarray  # the same as a matrix of taps
+    kernels: np.ndarray  # (c, taps of the other axis, taps of the width, outputs per channel, taps)
+    lines: np.ndarray  # the same as a matrix (lines, taps)
     matrices: np.ndarray
-    by_read: Sequence[np.ndarray]  # of these what each read is multiplied with
+    by_read: Sequence[np.ndarray]  # the part of the matrices for each read
     reads: Sequence[Read]
     ones: np.ndarray
-    zeros: Sequence[np.ndarray]  # what products do not write
+    zeros: Sequence[np.ndarray]  # set to 0, because no product writes them
     turns: dict[int, Turn]  # by the number of groups
-    pieces: Sequence[tuple[int, slice]]  # of which run of the result, and what of it
+    pieces: Sequence[tuple[int, slice]]  # the run of the result, and the slice of it
     not_read: Sequence[tuple[Any, ...]] = ()  # where the result is zero
 
 
 class ToeplitzRows(ToeplitzLoop):
-    """Neighbouring rows of outputs together: matrices times rows of the image, and sums of what each tap beside gives."""
+    """Compute neighbouring rows of outputs together: matrices times rows of the image, summed over the other taps."""
 
     name = "Toeplitz rows"
     words = "products of Toeplitz matrices, several rows of outputs at a time, added up for the taps beside"
@@ -105,12 +105,12 @@ class ToeplitzRows(ToeplitzLoop):
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
-        # Larger than what stays in cache: beginning a block takes longer than memory of a farther one.
+        # Larger than the cache: to begin a block takes longer than to read from a farther cache.
         return int(COPIES_BLOCK // (_pixel_bytes(problem) or 1)), problem.geometry.batch
 
     @property
     def _calls(self) -> float:
-        return 8.0  # views of the arrays of a call, beside the products themselves
+        return 8.0  # views of a call's arrays, in addition to the products
 
     @classmethod
     def share(cls) -> float:
@@ -127,18 +127,18 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def axis(self) -> int:
-        """The axis along which outputs are taken together: the last but the width with several taps."""
+        """The axis of rows that are computed together: height if the kernel has several taps along it, else depth."""
         return 1 if self.geometry.kernel[1] > 1 else 0
 
     @cached_property
     def taps(self) -> tuple[int, int, int]:
-        """Those along the axis, along the one beside it, and along the width."""
+        """Taps along `axis`, along the other axis (depth or height), and along the width."""
         kernel = self.geometry.kernel
         return kernel[self.axis], kernel[1 - self.axis], kernel[2]
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether products read rows of the image where they lie."""
+        """Whether products read rows of the image in place."""
         geometry, (x, *more) = self.geometry, self.problem.xs
         reads_borders = any(geometry.before + geometry.after)
         if more or self.problem.prologue or x.dtype != self.x_dtype.name:
@@ -152,19 +152,19 @@ class ToeplitzRows(ToeplitzLoop):
         return is_matrix and reaches and row * reach(geometry, self.axis, MOST_ROWS) < BLAS_REACH
 
     def _last(self, pixels: int) -> int:
-        """Where the last of so many outputs of a row lies in the rows that are added up."""
+        """Return the index, in the rows that are added, of the last of `pixels` outputs."""
         return (pixels - 1) * self.geometry.stride[2]
 
     @cached_property
     def rows(self) -> int:
-        """Rows of outputs that a product computes."""
+        """Rows of outputs per product."""
         samples, extent = self.block[0] * self.block[2 - self.axis], self.block[1 + self.axis]
         most = min(extent, MOST_ROWS)
         return min(range(1, most + 1), key=lambda rows: self._seconds_of(rows, samples, extent), default=1)
 
     @cached_property
     def tall(self) -> int:
-        """Rows of the image that a product reads."""
+        """Rows of the image that one product reads."""
         return reach(self.geometry, self.axis, self.rows)
 
     @property
@@ -177,7 +177,7 @@ class ToeplitzRows(ToeplitzLoop):
         return work
 
     def _seconds_of(self, rows: int, samples: int, extent: int) -> float:
-        """What one group of a block takes, so many rows at a time, and its matrices."""
+        """Return the estimated time of one group of a block, `rows` rows at a time, with its matrices."""
         geometry, problem, (_, beside, width) = self.geometry, self.problem, self.taps
         lines, columns = width * geometry.group_outputs, self._last(self.block[3]) + 1
         tall, wide = reach(geometry, self.axis, rows), cost.width(problem.dtype)
@@ -186,20 +186,20 @@ class ToeplitzRows(ToeplitzLoop):
         return beside * (samples * ceil(extent / rows) * (product + lines * run) + lines * rows * tall * MATRIX * wide)
 
     def _is_result(self, rows: int, extent: int) -> bool:
-        """Whether products are the result: there are no taps beside."""
+        """Whether the products are the result, because there are no other taps to add."""
         is_sum = self.taps[1] * self.taps[2] * self.geometry.group_outputs > 1
         return self._rows_are_result and not is_sum and extent % rows == 0
 
     @cached_property
     def _rows_are_result(self) -> bool:
-        """Whether rows of products have the pixels of the result's rows."""
+        """Whether rows of products have the same pixels as rows of the result."""
         return self.is_in_place and self.geometry.stride[2] == 1 and self.geometry.size[2] == self.block[3]
 
     @cached_property
     def _apart(self) -> int:
-        """Zeros between the rows of products, that taps read at the ends of the image.
+        """Number of zeros between the rows of products, which taps read beyond the ends of the image.
 
-        Without them rows may be added up where the result lies; but then as many zeros are written again each time.
+        Without them, rows can be added in the result itself.  But then as many zeros are written again each time.
         """
         geometry, before = self.geometry, self.geometry.before[2]
         if not self.is_in_place:
@@ -216,7 +216,7 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _adds_in_place(self) -> bool:
-        """Whether rows are added up where the result lies."""
+        """Whether rows are added in the result itself."""
         return self._rows_are_result and not self._apart
 
     @property
@@ -225,7 +225,7 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def several(self) -> int:
-        """Groups whose products are in cache together."""
+        """Number of groups whose products are in cache together."""
         return even_part(self.geometry.groups, self._room // self._products_bytes)
 
     @property
@@ -238,7 +238,7 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _products_bytes(self) -> int:
-        """Bytes of a group's products, of what they are copied from, and of their sums."""
+        """Bytes of one group's products, the copied tile that they read, and their sums."""
         geometry, (_, beside, width) = self.geometry, self.taps
         tiles = prod(self.block[:3]) // self.block[1 + self.axis] * ceil(self.block[1 + self.axis] / self.rows)
         columns = self._last(self.block[3]) + geometry.span[2] + self._apart
@@ -249,7 +249,7 @@ class ToeplitzRows(ToeplitzLoop):
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group's kernel and matrices."""
+        """Bytes of one group's kernel and matrices."""
         lines = self.taps[1] * self.taps[2] * self.geometry.group_outputs
         return lines * (self.rows * self.tall + self.taps[0]) * self.x_dtype.itemsize
 
@@ -265,7 +265,7 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _diagonals(self) -> np.ndarray:
-        """(taps, rows x elements): each tap's place in a Toeplitz matrix; kernels times this are such matrices."""
+        """Each tap's position in a Toeplitz matrix, (taps, rows x elements); kernels times this are such matrices."""
         taps, axis = self.taps[0], self.axis
         one = np.eye(taps, dtype=self.factor_dtype).reshape(taps, 1, taps)
         return toeplitz(one, self.rows, self.geometry.stride[axis], self.geometry.dilation[axis])[:, 0, :, 0].reshape(
@@ -287,7 +287,7 @@ class ToeplitzRows(ToeplitzLoop):
             tile, before = scratch.array("tile", tile_shape(geometry, self.several, block.size)), (0, 0, 0)
             tile = tile.reshape(self.several, *tile_shape(geometry, 1, block.size)[1:])
         image = tile
-        if self.axis == 0:  # the axis beside before the axis of rows
+        if self.axis == 0:  # put the other axis before the axis of rows
             image, sums = image.swapaxes(2, 3), sums.swapaxes(3, 4)
         is_result = self._is_result(self.rows, sums.shape[4])
         in_place = self._adds_in_place and (sums.shape[4] == 1 or sums.strides[4] == sums.shape[5] * sums.itemsize)
@@ -298,7 +298,7 @@ class ToeplitzRows(ToeplitzLoop):
         np.matmul(steps.lines, self._diagonals, out=steps.matrices)
         for zeros in steps.zeros:
             zeros.fill(0)
-        # Views of the arrays of this call; all others are there already.
+        # Make views of this call's arrays; all other views already exist.
         images_read, in_result = [self._read(image, read) for read in steps.reads], []
         if is_result:
             by_line = sums[:, 0].reshape(len(sums), *sums.shape[2:4], -1, 1, self.rows, sums.shape[5])
@@ -327,11 +327,11 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _taps_last(self) -> tuple[int, ...]:
-        """Axes of kernels (c, outputs of each, d, h, w): c, taps beside, taps of the width, outputs of each, taps."""
+        """The axes of kernels (c, outputs, d, h, w) in the order of `Steps.kernels`."""
         return (0, 2, 4, 1, 3) if self.axis == 1 else (0, 3, 4, 1, 2)
 
     def _steps(self, scratch: Scratch, before: Triple, size: Triple, sums: tuple[int, ...], in_place: bool) -> Steps:
-        """What calls share whose blocks read as much of an image, and write sums of this shape."""
+        """Make the views for calls whose blocks read an image of this size and write sums of this shape."""
         (c, outputs, n, others, extent, pixels), rows, (taps, beside, across) = sums, self.rows, self.taps
         tiles, width = -(-extent // rows), size[2] + self._apart
         kernels = scratch.array("kernels", (c, beside, across, outputs, taps), self.factor_dtype)
@@ -374,13 +374,14 @@ class ToeplitzRows(ToeplitzLoop):
 
     @property
     def _gap(self) -> int:
-        """Zeros before and after the runs of a product."""
+        """Number of zeros before and after the runs of a product."""
         return self.taps[2] * self.geometry.dilation[2]
 
     def _memory(self, scratch: Scratch, n: int, others: int, tiles: int, width: int) -> tuple[np.ndarray, ...]:
-        """For some channels: memory, in it the products (c, n, outputs beside, products, taps beside, run), and their lines.
+        """Return memory for some channels, the products in it, and the lines of the products.
 
-        The lines of all taps of the width are one run, between zeros that the first and the last of them reach into.
+        The products are (c, n, outputs of the other axis, products, taps of the other axis, run).  The lines of all
+        taps of the width are one run, between zeros that the first and the last tap reach into.
         """
         lines, gap = self.taps[2] * self.geometry.group_outputs * self.rows, self._gap
         size = self.several, n, others, tiles, self.taps[1], lines * width + gap
@@ -389,7 +390,7 @@ class ToeplitzRows(ToeplitzLoop):
         return memory, products, products[..., : lines * width].reshape(*size[:5], lines, width)
 
     def _read(self, image: np.ndarray, read: Read) -> np.ndarray:
-        """Rows (c, n, outputs beside, products, rows of each, w) of an image (c, n, axis beside, axis of rows, w)."""
+        """Return rows (c, n, other axis, products, rows of each, w) of an image (c, n, other axis, axis of rows, w)."""
         if read.rows:
             return image[read.rows]
         of_c, of_n, across, along, item = image.strides
@@ -399,11 +400,11 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _reads(self) -> dict[tuple[tuple[int, ...], Triple, Triple], list[Read]]:
-        """What products read, for blocks of each kind: kept where views are not."""
+        """The reads of each kind of block, cached even if the views are not."""
         return {}
 
     def _each_read(self, counts: tuple[int, ...], before: Triple, size: tuple[int, ...]) -> Iterator[Read]:
-        """Of a block with so many outputs beside and products."""
+        """Yield the reads of a block; `counts` is its outputs along the other axis, and its products."""
         (others, tiles), width = counts, size[2]
         stride, dilation, every = self.geometry.stride, self.geometry.dilation, slice(None)
         move = self.rows * stride[self.axis]
@@ -432,12 +433,12 @@ class ToeplitzRows(ToeplitzLoop):
 
     @cached_property
     def _columns(self) -> int:
-        """Columns up to which a product is a small one."""
+        """Most columns of one product, so that it stays a small one."""
         most = cost.SAFELY_SMALL // (self.taps[2] * self.geometry.group_outputs * self.rows * self.tall)
         return max(LEAST_WIDTH, most)
 
     def _borders(self, by_line: np.ndarray, before: int, pixels: int) -> Iterator[np.ndarray]:
-        """What must be zeros, so that the run of a tap may pass from one row to the next."""
+        """Yield the elements that must be zero, so that a tap's run may pass from one row to the next."""
         last, gap, width = self._last(pixels), self.geometry.dilation[2], by_line.shape[-1]
         by_tap = by_line.reshape(*by_line.shape[:-2], self.taps[2], -1, width)
         for tap in range(self.taps[2]):
@@ -448,7 +449,7 @@ class ToeplitzRows(ToeplitzLoop):
                 yield by_tap[..., tap, :, : last + offset - width + 1]
 
     def _runs(self, memory: np.ndarray, products: np.ndarray, before: int, width: int) -> np.ndarray:
-        """The lines of each tap as a run, begun where its pixel is: (c, outputs, n, others, products, taps, run)."""
+        """Return each tap's lines as a run from its first pixel on: (c, outputs, n, others, products, taps, run)."""
         outputs, row, gap = self.geometry.group_outputs, self.rows * width, self.geometry.dilation[2]
         steps, item, taps = products.strides, products.itemsize, self.taps[1] * self.taps[2]
         shape = (len(products), outputs, *products.shape[1:4], taps, row)
@@ -458,7 +459,7 @@ class ToeplitzRows(ToeplitzLoop):
 
 
 def _pixel_bytes(problem: ConvProblem) -> int:
-    """Bytes of what products have of an output of one channel."""
+    """Return the bytes of products and sums per output pixel of one channel."""
     geometry = problem.geometry
     axis = 1 if geometry.kernel[1] > 1 else 0
     taps = geometry.taps // geometry.kernel[axis]
@@ -467,7 +468,7 @@ def _pixel_bytes(problem: ConvProblem) -> int:
 
 @cache
 def runs_of_tiles(tiles: int, step: int, tall: int, extent: int, before: int) -> list[tuple[slice, range]]:
-    """Runs of products, each `step` rows of an image further and `tall` rows high, and which of its rows the image has."""
+    """Return runs of products of `tall` rows, `step` rows apart, each with the range of rows inside the image."""
     runs: list[tuple[slice, range]] = []
     for tile in range(tiles):
         above = tile * step - before
@@ -481,14 +482,14 @@ def runs_of_tiles(tiles: int, step: int, tall: int, extent: int, before: int) ->
 
 
 def row_runs(extent: int, rows: int) -> list[tuple[slice, int]]:
-    """So many rows at a time, and those that are left: which products these are, and how many rows each has."""
+    """Return the products of `rows` rows each, and the product of the rows left, as (products, rows per product)."""
     whole, left = divmod(extent, rows)
     runs = (slice(0, whole), rows), (slice(whole, whole + 1), left)
     return [(tiles, high) for tiles, high in runs if tiles.stop > tiles.start and high]
 
 
 def rows_as_runs(sums: np.ndarray, rows: int) -> list[np.ndarray]:
-    """Contiguous rows as these runs."""
+    """Return views of contiguous rows as the runs of `row_runs`."""
     *shape, extent, width = sums.shape
     runs = []
     for tiles, high in row_runs(extent, rows):

@@ -1,16 +1,16 @@
-"""Depthwise convolution along the width: windows of neighbouring outputs where they lie, times Toeplitz matrices.
+"""Depthwise convolution along the width: windows of neighbouring outputs, read in place, times Toeplitz matrices.
 
-A window of m outputs is m + k - 1 elements of a row, and the next begins m elements further: rows of an overlapping view.
-BLAS takes no matrix whose rows overlap, so windows that do are rows of different products:
+A window of m outputs is m + k - 1 elements of a row, and the next window begins m elements later.  The windows are rows
+of an overlapping view.  BLAS accepts no matrix whose rows overlap, so overlapping windows belong to different products:
 
 ::
 
     row      |----window 0----|          |----window 2----|
                       |----window 1----|          |----window 3----|
 
-    rows 0, 2, 4 ... are one matrix, rows 1, 3, 5 ... another; or windows of different rows of the image are.
+    windows 0, 2, 4 ... are one matrix, windows 1, 3, 5 ... another; or windows of different image rows are a matrix
 
-Of a long row only the windows at its two ends read padding: these are copied, and all others lie where the image does.
+In a long row, only the windows at the two ends read padding.  These are copied; all others are read in place.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
-#: Outputs along the width that one product computes.
+#: Most outputs of a window along the width.
 LENGTH = 16
-#: Outputs of a row from which its two ends are copied, with their padding, rather than the row.
+#: Outputs of a row from which only its two ends are copied with their padding, not the whole row.
 LONG_ROW = 16 * LENGTH
-#: Rows of an image up to which a window that is left is a product by itself, and no copy.
+#: Rows of an image up to which each window that is left over is a product of its own, not a copy.
 FEW_ROWS = 16
-#: Elements of a row's windows that are copied at a time, about.
+#: Approximate elements of a row's windows that are copied at a time.
 COPIED_ELEMENTS = 8192
-#: How much longer products take than others so small, of whose shape they are not; and seconds to see that a window is finite.
+#: Time of these products relative to other small ones, which have another shape; seconds to check one window.
 OF_RUNS, CHECK = 1.5, 2.3e-9
 
 
 class ToeplitzRuns(ToeplitzLoop):
-    """Neighbouring outputs along the width together: windows of the image where it lies, times matrices."""
+    """Compute neighbouring outputs along the width together: windows of the image, read in place, times matrices."""
 
     name = "Toeplitz runs"
     words = "products of Toeplitz matrices, a run of outputs at a time"
@@ -86,7 +86,7 @@ class ToeplitzRuns(ToeplitzLoop):
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether windows are read where they lie in the image, but for those at the ends of its rows."""
+        """Whether windows are read from the image in place, except at the ends of its rows."""
         geometry, (x, *more) = self.geometry, self.problem.xs
         is_plain = not more and not self.problem.prologue and x.dtype == self.x_dtype.name
         if any(geometry.before[:2] + geometry.after[:2]) or not is_plain:
@@ -94,12 +94,12 @@ class ToeplitzRuns(ToeplitzLoop):
         if geometry.before[2] or geometry.after[2]:
             if geometry.padding_mode != "constant" or self.block[3] < LONG_ROW:
                 return False
-        is_matrix = x.strides[3] >= geometry.size[2] or geometry.size[1] == 1  # no rows that overlap, or go backwards
+        is_matrix = x.strides[3] >= geometry.size[2] or geometry.size[1] == 1  # no overlapping or reversed rows
         return is_matrix and x.strides[4] == 1
 
     @cached_property
     def outputs(self) -> int:
-        """Neighbouring outputs that a product computes."""
+        """Neighbouring outputs per window."""
         return min(LENGTH, self.geometry.out_size[2])
 
     @property
@@ -112,7 +112,7 @@ class ToeplitzRuns(ToeplitzLoop):
 
     @cached_property
     def _windows_left(self) -> int:
-        """Windows of a row that are copied, at the most: those that read padding, and those left by products of several."""
+        """Most windows of a row that are copied: windows that read padding, and windows left over from the products."""
         geometry, length, width = self.geometry, max(1, min(self.outputs, self.block[3])), self.block[3]
         left = ceil(reach(geometry, 2, length) / (length * geometry.stride[2])) + 1
         if self.is_in_place:
@@ -122,14 +122,14 @@ class ToeplitzRuns(ToeplitzLoop):
 
     @property
     def _copied_windows(self) -> int:
-        """Those that are copied at a time."""
+        """Number of windows that are copied at a time."""
         length = max(1, min(self.outputs, self.block[3]))
         most = COPIED_ELEMENTS // (reach(self.geometry, 2, length) + length)
         return max(1, min(most, self._windows_left))
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group's tile, and of windows that are copied, with their sums."""
+        """Bytes of one group's tile, and of the copied windows with their sums."""
         geometry, (samples, depth, height, width) = self.geometry, self.block
         length = max(1, min(self.outputs, width))
         tile = 0 if self.is_in_place else prod(tile_shape(geometry, 1, self.block))
@@ -147,7 +147,7 @@ class ToeplitzRuns(ToeplitzLoop):
         return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """Toeplitz matrices (c, outputs of each, elements, neighbouring outputs)."""
+        """Return Toeplitz matrices (c, outputs per channel, elements, neighbouring outputs)."""
         matrices = toeplitz(weight, self.outputs, self.geometry.stride[2], self.geometry.dilation[2])
         return np.ascontiguousarray(matrices[:, :, :, 0].swapaxes(2, 3))
 
@@ -166,9 +166,9 @@ class ToeplitzRuns(ToeplitzLoop):
             image, before = images.tile_or_view(block), 0
         inside = within(stride, -before, image.shape[4] - self.geometry.span[2] + 1, width)
         if image.dtype != images.scratch.dtype or not image.flags.aligned:
-            inside = slice(0, 0)  # all windows are copied: a product would copy them too, and all at once
-        apart = ceil(reduction / (length * stride))  # windows that do not overlap
-        # The rows of a product's first matrix are rows of the image, or where these are few, windows side by side.
+            inside = slice(0, 0)  # copy all windows in parts: a product would copy them too, all at once
+        apart = ceil(reduction / (length * stride))  # windows this far apart do not overlap
+        # The rows of a product's first matrix are windows of different image rows or, if these are few, of one row.
         by_rows = height * apart >= (inside.stop - inside.start) // length
         if by_rows:
             runs = [(begin, count, 1, 1) for begin, count in runs_of(inside.stop - inside.start, length)]
@@ -190,7 +190,7 @@ class ToeplitzRuns(ToeplitzLoop):
     def _multiply(
         self, image: np.ndarray, run: tuple[int, int, int], by_rows: bool, matrices: np.ndarray, sums: np.ndarray
     ) -> bool:
-        """Write the sums of a run of windows, the first where the image (c, n, d, h, w) begins; whether all are finite."""
+        """Write the sums of a run of windows, the first at the start of `image`; return whether all are finite."""
         (c, outputs, n, depth, height, _), (many, phases, count) = sums.shape, run
         reduction, length = matrices.shape[4:]
         item, move = image.itemsize, length * self.geometry.stride[2] * image.itemsize
@@ -208,7 +208,7 @@ class ToeplitzRuns(ToeplitzLoop):
     def _multiply_copied(
         self, scratch: Scratch, image: np.ndarray, before: int, left: list[int], matrices: np.ndarray, sums: np.ndarray
     ) -> bool:
-        """The same of windows that begin at these outputs, each a copy with the padding that it reads."""
+        """Write the sums of windows at the outputs `left`, copied with their padding; return whether all are finite."""
         (c, outputs, n, depth, height, _), (reduction, length) = sums.shape, matrices.shape[4:]
         deeper, lower, stride = self.geometry.stride
         windows = scratch.array("windows", (c, n, depth, height, len(left), reduction))
@@ -231,7 +231,7 @@ class ToeplitzRuns(ToeplitzLoop):
 
 
 def runs_of(extent: int, part: int) -> list[tuple[int, int]]:
-    """(first, how many) parts: all that are whole, and one that ends where the axis does, some of it done twice."""
+    """Return runs of parts as (first, count): all whole parts, and one that ends with the axis and overlaps them."""
     if extent < part:
         return []
     whole = [(0, extent // part)]
@@ -239,10 +239,10 @@ def runs_of(extent: int, part: int) -> list[tuple[int, int]]:
 
 
 def runs_apart(width: int, length: int, apart: int, most: int, fewest: int) -> list[tuple[int, int, int, int]]:
-    """Runs of `length` outputs, as long as there are `fewest` left: (first, products, phases, count).
+    """Return runs of windows of `length` outputs, until fewer than `fewest` windows are left.
 
-    Runs whose windows overlap are rows of different matrices: of a product's phases each has every `phases`-th of its
-    runs, `count` of them and no more than `most`.
+    A run is (first, products, phases, count).  Overlapping windows are rows of different matrices: a phase of a product
+    has every `phases`-th of its windows, `count` of them, at most `most`.
     """
     runs, done, left = [], 0, width // length
     while left >= fewest:

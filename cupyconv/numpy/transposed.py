@@ -1,4 +1,4 @@
-"""Transposed convolution on NumPy: gathered where that takes less, else one of the ways to scatter products."""
+"""Transposed convolution on NumPy: gathered if that is faster, else by an implementation that scatters products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Return the plan for ``problem.method``; raise ValueError if a named method does not apply."""
     kept, geometry = inputs_with_channels(problem.geometry)
     if geometry is not problem.geometry:
         problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
@@ -41,10 +41,12 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
 
 
 def _planned(problem: TransposedProblem) -> Plan:
-    """The plan that takes least: gathered, or scattered."""
+    """Return the plan with the least estimated time, gathered or scattered."""
     try:
         gathered = _plan_gathered(problem)
-    except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
+    except ValueError as refusal:
+        # The error is about parts of the result.  `choose` reports the method's own reason, except for "winograd":
+        # only gathering has that method.
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise
         return choose(problem, METHODS)
@@ -61,16 +63,16 @@ def _plan_gathered(problem: TransposedProblem) -> Plan:
     if problem.geometry.padding_mode == "constant":
         if max(problem.geometry.stride) == 1:
             return plan_gathered(problem)
-        from cupyconv.numpy.interleaved import plan_interleaved  # imported for those that have strides
+        from cupyconv.numpy.interleaved import plan_interleaved  # imported only for strides
 
         return least(problem, plan_interleaved, plan_gathered)
-    from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
+    from cupyconv.numpy.folded import plan_folded  # imported only for padding modes
 
     return plan_folded(problem)
 
 
 def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], Plan]) -> Plan:
-    """The plan that takes least; where there is none, the last planner's ValueError."""
+    """Return the plan with the least estimated time; if there is none, raise the last planner's ValueError."""
     plans = []
     for planner in planners:
         try:
@@ -83,9 +85,9 @@ def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], P
 
 @dataclass(frozen=True)
 class FiniteWeight(NumpyStep):
-    """Loops that multiply by zeros where the definition has no term; of a factor that is not finite, others.
+    """Run loops that multiply by zeros where the definition has no term, or others if a factor is not finite.
 
-    The others take no more memory, wherever there is a way.
+    The others use no more memory, unless there is no such plan.
     """
 
     problem: TransposedProblem
@@ -118,12 +120,12 @@ class FiniteWeight(NumpyStep):
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether there is no infinity and no NaN in it; a sum that overflows is taken for one."""
+    """Whether an array has no infinity and no NaN.  A sum that overflows counts as not finite."""
     return bool(np.isfinite(array.sum(dtype=dtype_from_name(accumulator(dtype_name(array.dtype))))))
 
 
 class ScatteredView(ScatteredLoop):
-    """Each result is a product: a 1x1 kernel, and matrices that BLAS takes as they lie."""
+    """Compute each result as one product: a 1x1 kernel, and matrices that BLAS accesses in place."""
 
     name = "view"
     words = "products written where the results lie"
@@ -155,7 +157,7 @@ class ScatteredView(ScatteredLoop):
 
 
 class ScatteredColumns(ScatteredLoop):
-    """One product for all taps, whose columns are then added."""
+    """Compute one product for all taps, and add its columns."""
 
     name = "columns"
     words = "products and columns"
@@ -179,7 +181,7 @@ class ScatteredColumns(ScatteredLoop):
 
 
 class ScatteredTaps(ScatteredLoop):
-    """A product for each tap; where these are small, for some taps at a time."""
+    """Compute a product for each tap or, if these are small, for some taps at a time."""
 
     name = "taps"
     words = "tap by tap, no columns"
@@ -187,19 +189,19 @@ class ScatteredTaps(ScatteredLoop):
 
     @cached_property
     def taps(self) -> int:
-        """Taps of a product, at the most."""
+        """Most taps of one product."""
         products, limit = self._tap_bytes or 1, self.problem.limit // 8
         return max(1, min(SHORT_CALL // products, limit // (products + self._weight_bytes)))
 
     @property
     def _tap_bytes(self) -> int:
-        """Bytes of a tap's products."""
+        """Bytes of one tap's products."""
         nbytes = self.channels * prod(self.block) * self.sums_dtype.itemsize
         return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
 
     @property
     def _weight_bytes(self) -> int:
-        """Bytes of a tap's weight, which is copied where a product has several."""
+        """Bytes of one tap's weight, which is copied if a product has several taps."""
         nbytes = self.channels * self.geometry.group_outputs * self.factor_dtype.itemsize
         return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
 
@@ -219,7 +221,7 @@ class ScatteredTaps(ScatteredLoop):
 
     @property
     def calls(self) -> float:
-        unkept = self.turns > KEPT_REGIONS * self.blocks  # of each product's taps, which are windows of their own
+        unkept = self.turns > KEPT_REGIONS * self.blocks  # each product's taps have regions of their own
         return super().calls + 2 * cost.REGION_CALLS * self.turns * unkept
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
@@ -235,14 +237,14 @@ class ScatteredTaps(ScatteredLoop):
 
 
 class ScatteredScaledTaps(ScatteredLoop):
-    """Depthwise: x times a number per channel; a matrix product would be a vector's."""
+    """Depthwise: multiply x by a number per channel, since a matrix product would have a vector as a factor."""
 
     name = "scaled taps"
     words = "tap by tap, no columns"
     target = MEMORY_BLOCK
     fewest_channels = 1
     kept = 2
-    one_product = False  # but one for every output of a group
+    one_product = False  # there is one for every output of a group
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:

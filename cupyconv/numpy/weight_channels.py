@@ -1,13 +1,14 @@
-"""The gradient of a weight by channels: the columns of a few at a time, times the gradient that arrives.
+"""Weight gradient by channels: columns of a few channels at a time, multiplied by the output gradient.
 
 ::
 
     dW [O, channel 0 | channel 1 | ...]   =   grad [O, pixels]   x   columns of channel 0 | of channel 1 | ...  [pixels, taps]
 
-What a channel's columns give is nobody else's.  So threads divide the channels; where they divide the pixels, each has sums of
-the whole weight, which are added at the end.  Here the only sums are those of the channels at hand, so that little memory is
-enough.  BLAS is faster at tall products than at wide ones: where columns are more than outputs, sums lie turned, and are turned
-back as they are stored.  Else one product is written where the result lies.
+The columns of a channel contribute to the gradient of that channel only, so threads divide the channels.  If threads
+divided the pixels, each would need sums of the whole weight, which are added at the end.  Here each thread holds sums
+of its current channels only, so little memory is enough.  BLAS is faster at tall products than at wide ones.  If there
+are more columns than outputs, the sums are therefore stored transposed, and are transposed back when they are copied to
+the result.  Otherwise, if there is only one block, its product is written directly to the result.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Pixels of a product, about, and of one that BLAS divides; and of a sample from which its gradient is read where it lies.
+#: Approximate pixels of a product, and of one that BLAS divides; and pixels of a sample from which its gradient is read
+#: in place.
 PIXELS, DIVIDED, LONE_SAMPLE = 1536, 1024, 768
-#: Channels at a time below which pixels are cut.
+#: If fewer channels than this fit, blocks have fewer pixels instead.
 FEW_CHANNELS = 16
-#: Of the price of products, what they take here.
+#: Products here take this fraction of the time that the cost model estimates.
 IN_CACHE = 0.8
 
 
 @dataclass(frozen=True)
 class GradientChannels(PixelLoop):
-    """Columns of so many channels at a time: of whole groups, or of some channels of one."""
+    """Columns of `channels` channels at a time: whole groups, or some channels of one group."""
 
     name = "channels"
     words = "columns of some channels at a time, and products"
@@ -76,7 +78,10 @@ class GradientChannels(PixelLoop):
 
     @classmethod
     def _to_try(cls, problem: WeightGradientProblem) -> Iterator[Self]:
-        """Loops, the best first: columns in cache, then fewer; at last of one sample, whose gradient need not be copied."""
+        """Yield loops, the best first: columns that fit in cache, then smaller ones.
+
+        Loops over single samples come last; they need no copy of the gradient.
+        """
         geometry, (pixels, samples) = problem.geometry, cls.aim(problem)
         most_channels = ceil(geometry.in_channels / problem.host.threads)
         per_pixel = geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
@@ -89,7 +94,7 @@ class GradientChannels(PixelLoop):
                     break
                 channels = target // (per_pixel * (prod(block) + 2 * geometry.group_outputs) or 1)
                 loop = cls(problem, block, cls._share(problem, channels))
-                # Of a product that is written where the result lies nothing but columns is in cache.
+                # A product that is written directly to the result needs cache space for its columns only.
                 larger = replace(loop, channels=cls._share(problem, target // (per_pixel * prod(block) or 1)))
                 loop = larger if larger.in_place else loop
                 yield loop
@@ -97,12 +102,12 @@ class GradientChannels(PixelLoop):
 
     @classmethod
     def _share(cls, problem: WeightGradientProblem, most: int) -> int:
-        """About as many channels, at most, as so many: such that every thread has as many shares of them."""
+        """About `most` channels or fewer, such that every thread gets the same number of parts."""
         geometry, threads = problem.geometry, problem.host.threads
         rounds = ceil(geometry.in_channels / (threads * max(1, most)))
         return even_channels(geometry, ceil(geometry.in_channels / (threads * rounds or 1)))
 
-    # What it takes.
+    # Sizes and costs.
 
     @cached_property
     def _is_tall(self) -> bool:
@@ -114,13 +119,13 @@ class GradientChannels(PixelLoop):
 
     @property
     def _part(self) -> tuple[int, int]:
-        """Groups of a part, and channels of each."""
+        """Groups of a part, and channels per group."""
         own = self.geometry.group_channels
         return max(1, self.channels // own), min(self.channels, own)
 
     @cached_property
     def largest(self) -> WeightGradientProblem:
-        """The problem of a whole part."""
+        """The problem of a full-size part."""
         return replace(self.problem, geometry=_convolution(self.geometry, *self._part))
 
     @cached_property
@@ -134,14 +139,14 @@ class GradientChannels(PixelLoop):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the gradient, where it is no factor as it lies."""
+        """Bytes of the copy of the gradient; 0 if products read the gradient in place."""
         if self.block[0] == 1 and grad_is_factor(self.problem):
             return 0
         return prod(self.problem.grad.shape) * self.factor_dtype.itemsize
 
     @property
     def workspace(self) -> int:
-        """Bytes of a block's columns, of its product, and of the sums."""
+        """Bytes of a block's columns, its product, and the sums."""
         geometry = self.largest.geometry
         sums = geometry.groups * geometry.reduction * geometry.group_outputs * self.sums_dtype.itemsize
         products = (not self.in_place) + (self.blocks > 1)
@@ -163,11 +168,11 @@ class GradientChannels(PixelLoop):
             + self.threads * copied
         )
 
-    # What it does.
+    # Execution.
 
     @cached_property
     def _memory_bytes(self) -> int:
-        """Bytes of all that a run writes beside the result; worked out for each run, they took a tenth of a small call."""
+        """Bytes that a run writes in addition to the result; computing them per run took a tenth of a small call."""
         return self.copied_bytes + self.threads * self.workspace
 
     def _scratch(self, dtype: np.dtype) -> Scratch:
@@ -175,7 +180,7 @@ class GradientChannels(PixelLoop):
 
     @cached_property
     def _cut(self) -> Callable[[ConvGeometry], Blocks]:
-        """The blocks of a part, of which there are few kinds: the last may be smaller."""
+        """A cached function from a part's geometry to its blocks; only the last part may have another size."""
         return lru_cache(maxsize=4)(lambda own: Blocks(own, self.block, self.x_dtype.itemsize))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -214,7 +219,7 @@ class GradientChannels(PixelLoop):
         in_threads(self.threads, compute, product(of_groups, of_channels), self.holds_blas)
 
     def _memory(self, name: str, shape: tuple[int, int, int], memory: Scratch) -> np.ndarray:
-        """(groups, outputs, columns), the longer of the last two in front."""
+        """A scratch array (groups, outputs, columns), stored with the longer of the last two axes first."""
         groups, outputs, columns = shape
         if self._is_tall:
             return memory.array(name, shape)
@@ -223,5 +228,5 @@ class GradientChannels(PixelLoop):
 
 @lru_cache(maxsize=64)
 def _convolution(geometry: ConvGeometry, groups: int, channels: int) -> ConvGeometry:
-    """The convolution of so many groups, and channels of each."""
+    """The convolution of `groups` groups with `channels` channels each."""
     return replace(geometry, channels=(groups * channels,), groups=groups, out_channels=groups * geometry.group_outputs)

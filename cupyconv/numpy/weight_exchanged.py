@@ -1,14 +1,14 @@
-"""The gradient of a weight of few outputs: what is read, and what it is multiplied with, exchange their roles.
+"""Weight gradient with few outputs: the input and the output gradient exchange their roles.
 
 ::
 
     dW[o, c, t]   =   sum over p of   grad[o, p] x[c, p + t]   =   sum over q of   x[c, q] grad[o, q - t]
 
-On the right are the columns of `grad`, reversed, and x is read where it lies.  Of few outputs and many channels these are few
-columns, and else many.  It is the gradient of the weight of another convolution, which is chosen like any other.
+The right side uses columns of the reversed `grad`, and reads x in place.  With few outputs and many channels, `grad`
+has fewer columns than x.  The right side is the weight gradient of another convolution, and is planned like any other.
 
-Zeros around `grad` take the place of those around x.  Where a factor is not finite these are not the same, and the sums are not
-finite either: then they are computed as they are defined.
+Zero padding around `grad` replaces that around x.  The two differ only if a factor is not finite, and then the sums are
+not finite either.  In this case they are recomputed by the definition.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from cupyconv.problem.geometry import Triple
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 
-#: How many times as many channels as outputs there are at the least.
+#: Smallest ratio of channels to outputs for which the roles are exchanged.
 FEWER = 2
-#: Calls beside those of the loops.
+#: NumPy calls in addition to those of the loops.
 CALLS = 10
 
 Planner = Callable[[WeightGradientProblem], Plan]
@@ -40,7 +40,7 @@ Planner = Callable[[WeightGradientProblem], Plan]
 
 @dataclass(frozen=True)
 class ExchangedLoops(NumpyStep):
-    """The gradient of the exchanged weight, and the copy of it; where that is not finite, what the definition says."""
+    """Compute the exchanged gradient and copy it to the result; if it is not finite, recompute it by the definition."""
 
     problem: WeightGradientProblem
     exchanged: WeightGradientProblem
@@ -65,7 +65,7 @@ class ExchangedLoops(NumpyStep):
 
     @cached_property
     def _others(self) -> tuple[NumpyStep, ...]:
-        """What the definition says, in as much memory, wherever there is a way."""
+        """Steps that compute the gradient by the definition, within the same workspace if that is possible."""
         try:
             plan = self.planner(replace(self.problem, workspace_limit=self.workspace))
         except ValueError:
@@ -92,7 +92,10 @@ class ExchangedLoops(NumpyStep):
 
 
 def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
-    """The plan of the exchanged problem by `planner`, which plans others as they are; NotApplicable where it is no other one."""
+    """Plan the problem with x and `grad` exchanged; raises NotApplicable if that is impossible or gains nothing.
+
+    `planner` plans a problem without exchanging anything.
+    """
     geometry = problem.geometry
     pads = list(zip(geometry.span, geometry.before, geometry.after))
     before = cast("Triple", tuple(span - 1 - pad for span, pad, _ in pads))
@@ -105,7 +108,7 @@ def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
         and problem.dtype == accumulator(problem.dtype)
         and not (is_complex(problem.x_dtype) or is_complex(problem.grad_dtype))
         and min(before + after) >= 0
-        # Else an element of the gradient may meet nothing but padding, and that is not known from the sums.
+        # Otherwise an element of the gradient might be multiplied by padding only, which the sums do not reveal.
         and all(size >= gap for size, gap in zip(geometry.size, geometry.dilation))
     )
     if not is_like or geometry.group_channels < FEWER * geometry.group_outputs or not problem.out.nbytes:

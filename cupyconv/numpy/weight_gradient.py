@@ -1,4 +1,4 @@
-"""The gradient of a weight on NumPy: the methods, and their ways to a block's products.
+"""Weight gradient on NumPy: the methods, and the implementations that compute a block's products.
 
 ::
 
@@ -49,12 +49,13 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs
 
-#: Bytes of a block's columns that stay in cache until their product is done, and pixels with which it is as fast as with more.
+#: Bytes of a block's columns that stay in cache until they are multiplied, and pixels beyond which products get no
+#: faster.
 COLUMNS_BLOCK, LONG_SUM = 2 << 20, 768
 
 
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Return the plan for ``problem.method``; raise ValueError if a named method does not apply."""
     assert not (problem.prologue and problem.x_alone_is_complex), "a prologue is of complex numbers, not of their parts"
     problem = without_empty_inputs(problem)
     plan = _plan_as_it_is(problem)
@@ -70,7 +71,7 @@ def _plan_as_it_is(problem: WeightGradientProblem) -> Plan:
 
 
 class GradientView(WeightGradientLoop):
-    """The inputs are columns as they lie: a kernel of one tap, and pixels or channels side by side."""
+    """Products read the inputs in place as columns: the kernel has one tap, and pixels or channels are contiguous."""
 
     name = "view"
     words = "products of the inputs where they lie"
@@ -102,12 +103,12 @@ class GradientView(WeightGradientLoop):
 
 
 class GradientMecProducts(WeightGradientLoop):
-    """A product for each tap of the kernel's outermost axis, of columns that these share, some groups at a time."""
+    """One product per tap of the kernel's outermost axis, over columns that these taps share, some groups at a time."""
 
     name = "MEC columns"
     words = "columns that {taps} taps share, and products"
     shares_columns = True
-    products_are_summed = False  # those of a tap lie apart
+    products_are_summed = False  # a tap's sums are not contiguous
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -118,10 +119,10 @@ class GradientMecProducts(WeightGradientLoop):
         geometry = problem.geometry
         columns = geometry.group_channels * (geometry.taps // geometry.kernel[geometry.outermost]) * x_item(problem)
         pixels = PRODUCT_BLOCK // (columns or 1)
-        if geometry.groups > 1:  # a copy of the gradient is of all groups
+        if geometry.groups > 1:  # a copy of the gradient has all groups
             grad = geometry.out_channels * ITEMSIZE[accumulator(problem.grad_dtype)]
             pixels = min(pixels, PRODUCT_BLOCK // (grad or 1))
-        # Products in groups can read one sample's gradient where it lies: copying that takes as long as they do.
+        # Grouped products can read one sample's gradient in place; copying it would take as long as the products.
         is_lone = geometry.groups > 1 and geometry.pixels >= LONE_PIXELS and grad_is_factor(problem)
         return pixels, 1 if is_lone else geometry.batch
 
@@ -131,7 +132,7 @@ class GradientMecProducts(WeightGradientLoop):
 
     @property
     def mec_work(self) -> float:
-        """What it takes to write the columns that taps share."""
+        """Estimated time to write the columns that taps share, in seconds."""
         geometry = self.geometry
         shapes = mec_shapes(geometry, geometry.in_channels, self.block)
         return self.tile_work + self.columns_work(self.blocks * sum(prod(shape) for _, shape in shapes))
@@ -152,7 +153,7 @@ class GradientMecProducts(WeightGradientLoop):
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
-        # Sums with the axis that taps share in front of those of a tap's rows: (taps, groups, rows, c, other taps).
+        # Move the axis of the taps that share columns to the front of the sums: (taps, groups, rows, c, other taps).
         by_tap = [
             np.moveaxis(
                 sums.reshape(*sums.shape[:2], geometry.group_channels, *geometry.kernel), 3 + geometry.outermost, 0
@@ -168,7 +169,7 @@ class GradientMecProducts(WeightGradientLoop):
 
 
 class GradientColumns(WeightGradientLoop):
-    """All windows of a block are copied to columns."""
+    """Copies all windows of a block to columns."""
 
     name = "columns"
     words = "columns and products"
@@ -204,11 +205,11 @@ class GradientColumns(WeightGradientLoop):
 
 
 class GradientTaps(WeightGradientLoop):
-    """A product for each tap, or for a few that read little: no columns but theirs."""
+    """One product per tap, or per few taps if these read little; only their columns are written."""
 
     name = "taps"
     words = "tap by tap, no columns"
-    products_are_summed = False  # those of a tap lie apart
+    products_are_summed = False  # a tap's sums are not contiguous
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -216,7 +217,7 @@ class GradientTaps(WeightGradientLoop):
 
     @cached_property
     def taps(self) -> int:
-        """Taps of a product, at the most."""
+        """Most taps per product."""
         return taps_at_a_time(self.problem, self.block, self.x_dtype.itemsize)
 
     @cached_property
@@ -240,7 +241,7 @@ class GradientTaps(WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        """Of the taps of a product; where these are several, the product is as large as `box_bytes` counts their weight."""
+        """Bytes of the columns of a product's taps; for several taps, `box_bytes` also counts the product."""
         return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
@@ -255,7 +256,7 @@ class GradientTaps(WeightGradientLoop):
 
 
 class GradientWinograd(TiledLoop, WeightGradientLoop):
-    """Products of transformed tiles of x and of the gradient, summed over tiles, and transformed to taps last.
+    """Products of transformed tiles of x and of the gradient; their sum over all tiles is then transformed to taps.
 
     ::
 
@@ -276,7 +277,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        """Those of the tiles of the inputs and of the gradient."""
+        """Bytes of the tiles of the inputs and of the gradient."""
         geometry = self.geometry
         inputs, grads = self._whole
         gathered = prod(inputs[0]) * temporaries(geometry, self.problem.prologue)
@@ -284,24 +285,24 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
-        """Those of tiles too, beside what becomes of them."""
+        """Bytes of a product of transformed tiles, and of the taps that it is transformed to."""
         geometry = problem.geometry
         of_tiles = geometry.groups * geometry.group_channels * products_of(geometry) * FLOAT32.itemsize
         return super().product_bytes(problem) + of_tiles
 
     def _shapes(self, tiling: Tiling) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """The arrays from what is read of the inputs, and from the gradient, to their tiles."""
+        """Shapes of the arrays that lead from the inputs to their tiles, and from the gradient to its tiles."""
         outputs = self.geometry.groups * (self.rows or self.geometry.group_outputs)
         return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, overlap=False)
 
     @cached_property
     def _whole(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Those of a whole block, and of columns where it is not finite."""
+        """`_shapes` of a whole block, with the columns that are needed if its sums are not finite."""
         inputs, grads = self._shapes(self.tiling)
         return inputs + self.columns_shapes, grads
 
     def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
-        return super().images(arrays, MEMORY)  # so columns, where there are any, lie where the tiles did
+        return super().images(arrays, MEMORY)  # so that columns, if any, reuse the memory of the tiles
 
     @property
     def product_memory(self) -> Scratch:
@@ -326,7 +327,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         for piece in parts_of(sums.shape[1], self.piece):
             shape = (len(x), geometry.groups, piece.stop - piece.start, geometry.group_channels)
             products = np.matmul(factor[..., piece].swapaxes(2, 3), x, out=MEMORY.array("products", shape))
-            taps = run.scratch("product", (geometry.taps, prod(shape[1:])))  # where one of columns would lie
+            taps = run.scratch("product", (geometry.taps, prod(shape[1:])))  # the buffer of a product of columns
             np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), -1), out=taps)
             if not np.isfinite(taps.sum()):
                 rest = slice(piece.start, None)
@@ -342,7 +343,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
     def _add_columns(
         self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, sums: np.ndarray, is_first: bool
     ) -> None:
-        """The same as it is defined, by columns in the memory of the inputs' tiles."""
+        """Add the same sums by the definition, with columns in the memory of the inputs' tiles."""
         by_pixel = grad.reshape(*grad.shape[:2], *block.size)
         for at, part in self.parts_by_columns(block, in_turn_room(self._whole[0])):
             columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)

@@ -1,4 +1,4 @@
-"""The gradient of a weight by rows: a product for each row of the gradient that arrives, and the sum of them.
+"""Weight gradient by rows: one product per row of the output gradient, and the sum of these products.
 
 ::
 
@@ -6,9 +6,9 @@
     row 0 of grad  x   [ row 0   row 1   row 2 ]                   (outputs, pixels) x (kh x channels x other taps, pixels)'
         1          x           [ row 1   row 2   row 3 ]           each is a product of the whole weight's size
 
-Taps along the outermost axis share rows, as those of MEC's do in the convolution (`mec`), so that columns are written once for
-all of them.  Products are so small that BLAS packs no operand of them; what they are added up from is small too where
-channels are few.
+Taps along the outermost axis share rows, as in a MEC convolution (`mec`), so columns are written once for all these
+taps.  Each product is so small that BLAS does not pack its operands.  If channels are few, the products to be summed
+are small too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cupyconv.problem.problems import WeightGradientProblem
 
 
 class GradientRows(WeightGradientLoop):
-    """A product for each row of the gradient, with rows of columns that taps share, and the sum of all."""
+    """One product per row of the gradient, with rows of columns that taps share, and the sum of all products."""
 
     name = "MEC rows"
     words = "columns that {taps} taps share, a product for each row, and their sum"
@@ -60,7 +60,7 @@ class GradientRows(WeightGradientLoop):
 
     @cached_property
     def _rows(self) -> int:
-        """Products of a block for each group."""
+        """Products per group in a block."""
         return prod(self.block[: 2 + self.geometry.outermost])
 
     @property
@@ -74,7 +74,7 @@ class GradientRows(WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        """Of the tile and its columns, of the products, and of their sum."""
+        """Bytes of the tile, its columns, the products, and their sum."""
         geometry, item = self.geometry, self.x_dtype.itemsize
         tile = prod(tile_shape(geometry, geometry.in_channels, self.block)) * (
             1 + temporaries(geometry, self.problem.prologue)
@@ -83,7 +83,7 @@ class GradientRows(WeightGradientLoop):
         return (tile + prod(self._shape(self.block))) * item + products * self.sums_dtype.itemsize
 
     def _shape(self, block: BlockSize) -> tuple[int, ...]:
-        """Columns: (groups, samples, axes before the rows, rows, channels, other taps, other pixels)."""
+        """Shape of columns: (groups, samples, axes before the rows, rows, channels, other taps, other pixels)."""
         geometry, axis = self.geometry, self.geometry.outermost
         rows = (block[1 + axis] - 1) * geometry.stride[axis] + geometry.kernel[axis]
         taps, pixels = geometry.kernel[axis + 1 :], block[2 + axis :]
@@ -126,5 +126,5 @@ class GradientRows(WeightGradientLoop):
 
 
 def _pixels_beside(geometry: ConvGeometry, size: tuple[int, ...]) -> int:
-    """Pixels of a row."""
+    """Pixels of one row."""
     return prod(size[1 + geometry.outermost :])

@@ -1,17 +1,18 @@
-"""The gradient of a depthwise weight by runs: what a tap reads, times the gradient, as one vector by another.
+"""Depthwise weight gradient by runs: the dot product of each tap's input elements and the output gradient.
 
-A tap reads the tile from one element on to another, one run of memory, and the next tap the same run, begun further on.  The
-gradient is written with as much between its rows as there is between those of the tile, zeros:
+A tap reads one contiguous run of the tile.  The next tap reads a run of the same length that begins further on.  The
+gradient is written with the row length of the tile, and zeros fill the gaps between its rows:
 
 ::
 
     tile, 6 wide       | x0 x1 x2 x3 x4 x5 | x6 x7 x8 ...             tap 0 reads the run from x0 on, tap 1 from x1 on
     gradient, 4 wide   | g0 g1 g2 g3  0  0 | g4 g5 g6 g7 0 0 | ...    both are products with this run of the gradient
 
-So what is read of x is copied once for all taps; of strides, once for each phase: elements that a stride apart lie side by side
-then.  A run is cut into pieces, and all taps multiply a piece while it stays in the innermost cache.
+So x is copied once for all taps, or once per phase of the stride: elements that are a stride apart are then contiguous.
+A run is cut into pieces, and all taps multiply a piece while it stays in the innermost cache.
 
-The zeros are multiplied too, and zero times infinity is NaN: taps whose sums are not finite are summed again, without.
+The zeros are multiplied too, and zero times infinity is NaN.  Taps whose sums are not finite are summed again without
+the zeros.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from cupyconv.numpy.windows import Block, BlockSize, Images, Phase, parts_of, ph
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Bytes of a piece of a run: as many of the gradient stay in the innermost cache with it.
+#: Bytes of a piece of a run; it stays in the innermost cache together with as many bytes of the gradient.
 PIECE = 16 << 10
-#: Pixels of a block: of few channels too, what one copies for a block stays in cache until it is multiplied.
+#: Pixels of a block: even if channels are few, a channel's copies for a block stay in cache until they are multiplied.
 BLOCK_PIXELS = 1 << 17
-#: Calls for each phase of the stride.
+#: Calls per phase of the stride.
 PHASE_CALLS = 10
 
 
 class GradientRuns(DepthwiseGradientLoop):
-    """Depthwise: what each tap reads, one run of memory, times the gradient: the product of two vectors."""
+    """Depthwise: a dot product of each tap's contiguous run of input elements and the gradient."""
 
     name = "multiplied runs"
     words = "each tap's run of elements, times the gradient"
     turn_calls = 18
-    beside_others = 1.5  # sums of few channels are so few that NumPy lets no other thread run beside them
-    fresh_work = 0.0  # memory is kept
+    beside_others = 1.5  # with few channels the sums are so few that NumPy does not release the GIL
+    fresh_work = 0.0  # memory is reused from call to call
 
     # Sizes
 
@@ -56,30 +57,30 @@ class GradientRuns(DepthwiseGradientLoop):
 
     @cached_property
     def _dtype(self) -> np.dtype:
-        """That of both vectors."""
+        """The dtype of both vectors."""
         return np.result_type(self.x_dtype, self.factor_dtype)
 
     @property
     def largest_product(self) -> int:
-        return PIECE  # at the most; BLAS divides longer ones only
+        return PIECE  # an upper bound; BLAS divides only longer ones
 
     @cached_property
     def _extent(self) -> BlockSize:
-        """Samples and elements of a phase's tile."""
+        """Samples of a phase's tile, and its elements along each axis."""
         samples, *pixels = self.block
         d, h, w = (extent + more for extent, more in zip(pixels, phase_reach(self.geometry)))
         return samples, d, h, w
 
     @cached_property
     def _phases(self) -> int:
-        """Of the stride, those that have taps."""
+        """Number of phases of the stride that have taps."""
         geometry = self.geometry
         axes = zip(geometry.stride, geometry.dilation, geometry.kernel)
         return prod(min(stride // gcd(stride, gap), taps) for stride, gap, taps in axes)
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group's tile, of what fills borders, of its gradient or both parts of it, and of products of pieces."""
+        """Bytes per group: its tile and temporaries, its gradient or both parts of it, and products of pieces."""
         geometry, tile = self.geometry, prod(self._extent)
         outputs = self.rows or geometry.group_outputs
         pieces = 2 + tile // self._piece(tile)
@@ -96,7 +97,7 @@ class GradientRuns(DepthwiseGradientLoop):
         geometry, problem, (*_, width) = self.geometry, self.problem, self._extent
         run = run_of(self.block, self._extent)
         read = self.blocks * geometry.in_channels * self._phases * prod(self._extent)
-        read *= geometry.stride[2]  # elements of one cache line belong to so many phases, and each reads it again
+        read *= geometry.stride[2]  # a cache line has elements of this many phases, and each phase reads it again
         multiplied = self.blocks * geometry.out_channels * geometry.taps * run
         work = cost.copied(read, width, problem.x_dtype, geometry.stride[2] > 1)
         if run > prod(self.block):
@@ -142,7 +143,7 @@ class GradientRuns(DepthwiseGradientLoop):
                         taps += products
 
     def _with_zeros(self, run: WeightRun, block: Block, extent: BlockSize, grad: np.ndarray, number: int) -> np.ndarray:
-        """The gradient (c, outputs of each, elements of a tile), zeros between its rows."""
+        """Copy the gradient to (c, outputs per channel, elements of a tile), with zeros between its rows."""
         copy = run.scratch(f"gradient {number}", (*grad.shape[:2], *extent))
         copy.fill(0)
         _, d, h, w = block.size
@@ -150,7 +151,7 @@ class GradientRuns(DepthwiseGradientLoop):
         return copy.reshape(*grad.shape[:2], -1)
 
     def _image(self, images: Images, block: Block, extent: BlockSize, phase: Phase) -> np.ndarray:
-        """What a phase's taps read, (c, samples, d, h, w), with zeros where others read more."""
+        """Read a phase's tile (c, samples, d, h, w), filled with zeros up to the size of the largest phase's tile."""
         image = images.scratch.array("tile", (images.channels, *extent), self._dtype)
         regions = [region for region in phase.regions if region[1] is not None]
         if len(regions) < len(phase.regions) or phase.size != extent[1:]:
@@ -160,7 +161,7 @@ class GradientRuns(DepthwiseGradientLoop):
         return image
 
     def _products(self, run: WeightRun, phase: Phase, image: np.ndarray, grad: np.ndarray) -> np.ndarray:
-        """The products of each tap's run with the gradient's (c, outputs, elements): (c, outputs, *taps of the phase)."""
+        """Multiply each tap's run by the gradient (c, outputs, elements); returns (c, outputs, *taps of the phase)."""
         (c, outputs, length), counts = grad.shape, phase.counts
         total = run.scratch("sum of pieces", (c, outputs, *counts))
         for first, count, piece in whole_and_rest(length, self._piece(length)):
@@ -170,26 +171,26 @@ class GradientRuns(DepthwiseGradientLoop):
             g = grad[..., first : first + count * piece].reshape(c, outputs, count, 1, 1, 1, piece, 1)
             products = np.matmul(x, g, out=run.scratch("pieces", (c, outputs, count, *counts, 1, 1)))[..., 0, 0]
             if first:
-                total += products[:, :, 0]  # what is left of the run
+                total += products[:, :, 0]  # the remainder of the run
             else:
                 np.einsum("copijk->coijk", products, out=total)
         return total
 
 
 def run_of(block: BlockSize, extent: BlockSize) -> int:
-    """Elements from a block's first pixel to its last, in tiles of this extent."""
+    """Elements from a block's first pixel to its last, in tiles of size `extent`."""
     samples, d, h, w = block
     _, depth, height, width = extent
     return (((samples - 1) * depth + d - 1) * height + h - 1) * width + w
 
 
 def _steps(phase: Phase, image: np.ndarray) -> tuple[int, ...]:
-    """Bytes from a tap's run to the next one's, along each axis."""
+    """Bytes from a tap's run to the next tap's, along each axis."""
     return tuple(gap * step for gap, step in zip(phase.gaps, image.strides[2:]))
 
 
 def _windows_by_gradient(block: Block, phase: Phase, image: np.ndarray, grad: np.ndarray) -> np.ndarray:
-    """The same products of pixels alone, without what lies between."""
+    """The same products over pixels only, without the elements between rows."""
     samples, d, h, w = block.size
     shape = (len(image), *phase.counts, samples, d, h, w)
     windows = np.ndarray(shape, image.dtype, image, 0, (image.strides[0], *_steps(phase, image), *image.strides[1:]))

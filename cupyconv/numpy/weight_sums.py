@@ -1,13 +1,13 @@
-"""The sums of a weight's gradient: a loop over blocks of pixels, whose products are added up.
+"""Sums of a weight gradient: a loop over blocks of pixels whose products are accumulated.
 
-Sums are kept for a range of outputs at a time, so that they keep within the workspace limit; nearly always
-that is all of them, and where the result is in C order they are the result.  Those of one output that alone pass half
-the limit come on top of it.
+Sums are stored for a range of outputs at a time, so that they fit in the workspace limit.  Nearly always the range is
+all outputs.  If the result is in C order, it holds the sums itself.  On one thread, sums of one output that exceed half
+the limit are allocated on top of it.
 
-Each thread adds up a run of consecutive blocks, and the threads' sums are added in order: the same bits for the
-same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x), so that
-what is conjugated is a copy of `grad` and the sums.  Where one factor alone is complex, its real and imaginary
-parts are multiplied apart.
+Each thread accumulates a run of consecutive blocks, and the threads' sums are added in order.  The result is therefore
+bitwise the same for the same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x),
+so a copy of `grad` and the sums are conjugated.  If only one factor is complex, its real and imaginary parts are
+multiplied separately.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from cupyconv.problem.kept import BUDGET, spent
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
+#: Bytes of products that a block adds to the sums at a time; they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
-#: Outputs below which a product of float32 is taken transposed, where that makes it taller than wide: BLAS takes up to half as
-#: long for it.  In float64 it takes no less.
+#: Outputs below which a float32 product is computed transposed, if that makes it taller than wide.  BLAS then takes as
+#: little as half the time; in float64 it takes no less.
 _MANY_OUTPUTS = 128
 
-#: Pixels of a run of a product of few elements, and the fewest; and elements up to which a product has them: BLAS packs no
-#: operand of a run then.
+#: Most and fewest pixels of a run, and the most elements of a product that is computed in runs of pixels.  BLAS does
+#: not pack the operands of such a run.
 RUN, LEAST_RUN, FEW_ELEMENTS = 1024, 128, 960
-#: Elements of a result up to which NumPy lets no other thread run beside a product.
+#: Elements of a result up to which NumPy holds the GIL during a product.
 HELD = 500
 
-#: Bytes that some channels of a depthwise weight copy and compute for a block: more than elsewhere, since each of a few calls
-#: should be long.
+#: Bytes that a part of the channels of a depthwise weight copies and computes for a block.  It is larger than
+#: elsewhere, so that each of the few calls is long.
 CHANNELS_BLOCK = 4 * MEMORY_BLOCK
 
-#: Bytes of what a run writes beside the result, up to which they are kept from call to call.
+#: Most bytes of scratch memory of a run that are reused from call to call.
 KEPT_BLOCKS = BUDGET // 4
 
-#: A gradient (groups, rows, pixels), or its real or imaginary parts, and the sums that its products belong to.
+#: Gradients (groups, rows, pixels), or real and imaginary parts of one, each with the sums of its products.
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 
 # --- plans ----------------------------------------------------------------------------------------------------
@@ -61,18 +61,19 @@ Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class WeightGradientLoop(PixelLoop):
-    """A loop over blocks of the gradient that arrives, each added to the weight's; subclasses are the ways to do it.
+    """A loop over blocks of the output gradient, each added to the weight gradient; subclasses are the implementations.
 
-    The sums are those of outputs ``first_row`` ... of every group, `rows` of them, and a product has at most `piece` of
-    these.
+    The sums are those of `rows` outputs of every group, from `first_row` on.  A product has at most `piece` of these
+    outputs.
     """
 
     #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
-    #: Whether a block's gradient is read along its own axes, (groups, rows, samples, d, h, w), not as matrices: a box need not
-    #: be a run of pixels.
+    #: Whether a block's gradient is read along its own axes, (groups, rows, samples, d, h, w), not as matrices.  A box
+    #: of pixels need not be contiguous.
     reads_boxes: ClassVar[bool] = False
-    #: Whether products are what is summed, so that the first may be written where the sums are.
+    #: Whether products are added to the sums without rearranging, so that the first may be written directly to the
+    #: sums.
     products_are_summed: ClassVar[bool] = True
 
     problem: WeightGradientProblem
@@ -87,13 +88,13 @@ class WeightGradientLoop(PixelLoop):
     @property
     @abstractmethod
     def columns_bytes(self) -> int:
-        """Bytes of what is copied of the inputs for a block."""
+        """Bytes that are copied from the inputs for a block."""
 
     @abstractmethod
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         """Add a block's products to the sums (groups, rows, K_g); the first block writes them."""
 
-    # What all have in common.
+    # Common to all subclasses.
 
     @cached_property
     def in_place(self) -> bool:
@@ -102,7 +103,7 @@ class WeightGradientLoop(PixelLoop):
     @property
     @abstractmethod
     def products_work(self) -> float:
-        """What columns and products take, of all outputs."""
+        """Estimated time of columns and products for all outputs, in seconds."""
 
     @property
     def work(self) -> float:
@@ -112,7 +113,10 @@ class WeightGradientLoop(PixelLoop):
         return work * (self.rows or geometry.group_outputs) / (geometry.group_outputs or 1)
 
     def product_work(self, columns: float, run: float | None = None) -> float:
-        """A product for each block, with so many columns of a group's windows, and the sums that it is added to: in runs."""
+        """Estimated time of one product per block, with `columns` columns per group, and of adding it to the sums.
+
+        The sums are contiguous in runs of `run` elements.
+        """
         geometry = self.geometry
         sizes = geometry.group_outputs, prod(self.block), columns
         products = self.blocks * geometry.groups * cost.product(*sizes, self.problem)
@@ -131,7 +135,7 @@ class WeightGradientLoop(PixelLoop):
         geometry, threads, in_place = problem.geometry, problem.host.threads, sums_are_result(problem)
         # Sums of one output per group.
         row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
-        private = threads - in_place  # sums beside the result
+        private = threads - in_place  # arrays of sums in addition to the result
         rows = geometry.group_outputs
         if private:
             rows = even_part(rows, problem.limit // 2 // (private * row or 1))
@@ -156,23 +160,23 @@ class WeightGradientLoop(PixelLoop):
 
     @cached_property
     def _memory_bytes(self) -> int:
-        """Bytes of all that a run writes beside the result."""
+        """Bytes that a run writes in addition to the result."""
         sums = (self.threads - self.in_place) * self.geometry.groups * self.rows * self.geometry.reduction
         products = self.threads * self.piece * self.product_bytes(self.problem)
         return sums * self.sums_dtype.itemsize + products + self.threads * self.workspace
 
     def memory(self, dtype: np.dtype) -> Scratch:
-        """Memory of a run."""
+        """Scratch memory of a run."""
         return memory_of_run(dtype, self._memory_bytes, self.rounds)
 
     @property
     def product_memory(self) -> Scratch:
-        """Memory for products, of a run."""
+        """Scratch memory for a run's products."""
         return self.memory(np.result_type(self.x_dtype, self.factor_dtype))
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:
-        """Bytes of a product of one output per group, beside what `columns_bytes` counts."""
+        """Bytes of a product of one output per group, in addition to `columns_bytes`."""
         geometry = problem.geometry
         return geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
 
@@ -181,7 +185,10 @@ class WeightGradientLoop(PixelLoop):
         return grad_is_factor(self.problem)
 
     def is_factor(self, block: BlockSize) -> bool:
-        """Whether a block's gradient is read where it lies: products read a run of one sample's pixels, in the order of the columns."""
+        """Whether a block's gradient is read in place.
+
+        Products read a run of one sample's pixels, in the order of the columns.
+        """
         if self.reads_boxes:
             return self.grad_in_place
         if self.shares_columns:
@@ -192,13 +199,13 @@ class WeightGradientLoop(PixelLoop):
 
     @property
     def workspace(self) -> int:
-        """Bytes for one block: what is copied of the inputs, its part of `grad`, and products of runs."""
+        """Bytes for one block: copies of the inputs, the copy of its part of `grad`, and products of runs."""
         grad = prod(self.block) * self.geometry.out_channels * ITEMSIZE[accumulator(self.problem.grad_dtype)]
         return self.columns_bytes + self.runs_bytes + (0 if self.is_factor(self.block) else grad)
 
     @property
     def runs_bytes(self) -> int:
-        """Bytes of products of runs of pixels and of their sum, at the most; ways that do not `add_product` have none."""
+        """Most bytes of products of runs of pixels, and of their sum; only `add_product` computes these."""
         pixels, outputs = prod(self.block), self.rows or self.geometry.group_outputs
         if pixels < 2 * LEAST_RUN or outputs > FEW_ELEMENTS:
             return 0
@@ -222,7 +229,7 @@ class WeightGradientLoop(PixelLoop):
 
 
 class DepthwiseGradientLoop(WeightGradientLoop):
-    """One that adds the products of some groups at a time, whose copies stay in cache, and not by `add_product`."""
+    """A loop that adds the products of some groups at a time, whose copies stay in cache, without `add_product`."""
 
     runs_bytes = 0
 
@@ -242,38 +249,39 @@ class DepthwiseGradientLoop(WeightGradientLoop):
     @property
     @abstractmethod
     def group_bytes(self) -> int:
-        """Bytes that a group of a block copies and computes."""
+        """Bytes that a block copies and computes per group."""
 
 
 def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
-    """What a run writes beside the result, so many bytes of all dtypes, so many times: kept from call to call, unless it is much.
+    """Scratch memory of a run that writes `nbytes` bytes, `rounds` times; reused from call to call unless it is large.
 
-    What was written lately is in cache, and a page that the system gives anew takes longer than to fill it.  Gradients of
-    several dtypes and ways would fill the budget: they leave a part of it to others, and keep their memory for one call then.
+    Recently written memory is in cache, and to get a new page from the system takes longer than to fill it.  Gradients
+    of several dtypes and implementations could fill the budget.  So they leave a part of it to others, and then keep
+    their memory for one call only.
     """
     is_kept = nbytes <= KEPT_BLOCKS and spent() + nbytes <= BUDGET - KEPT_BLOCKS
     return kept_scratch(dtype) if is_kept else Scratch(dtype, rounds)
 
 
 def blas_divides(problem: WeightGradientProblem) -> bool:
-    """Whether BLAS divides products among its own threads: the caller asked for one of ours."""
+    """Whether BLAS divides products among its own threads, because the caller asked for one thread of this library."""
     return problem.host.threads == 1 and not problem.host.most
 
 
 def sums_are_result(problem: WeightGradientProblem) -> bool:
-    """Whether the sums can be kept where the result lies."""
+    """Whether the result can hold the sums."""
     out = problem.out
     return out.dtype == accumulator(out.dtype) and out.strides == c_strides(out.shape) and bool(out.nbytes)
 
 
 def grad_is_factor(problem: WeightGradientProblem) -> bool:
-    """Whether a sample of `grad` is a matrix that a product takes as it lies, in the dtype and kind it computes in."""
+    """Whether a sample of `grad` is a real matrix that a product reads in place, in the dtype that it computes in."""
     grad = problem.grad
     return grad.dtype == accumulator(problem.grad_dtype) and is_matrix(grad) and not is_complex(problem.grad_dtype)
 
 
 def x_item(problem: WeightGradientProblem) -> int:
-    """Bytes of an element of the inputs in products: beside a real gradient, a complex one's parts are read apart."""
+    """Bytes of an input element in products; with a real gradient, the parts of a complex input are read separately."""
     dtype = accumulator(problem.x_dtype)
     return ITEMSIZE[real_part(dtype) if problem.x_alone_is_complex else dtype]
 
@@ -282,7 +290,7 @@ def x_item(problem: WeightGradientProblem) -> int:
 
 
 class WeightRun:
-    """One run: its arrays, brought to five axes, and what its blocks share."""
+    """One run: its arrays, viewed with five axes, and the state that its blocks share."""
 
     def __init__(self, loop: WeightGradientLoop, arrays: Mapping[str, Any]) -> None:
         self.loop, self.geometry, geometry, problem = loop, loop.geometry, loop.geometry, loop.problem
@@ -295,21 +303,21 @@ class WeightRun:
         grad, out = five_axes(arrays["grad"]), arrays["out"]
         self.grads = _parts(grad) if problem.factor_alone_is_complex else [grad]
         self._rows = slice(loop.first_row, loop.first_row + loop.rows)
-        #: (groups, outputs per group, channels of a group, *kernel): these outputs of the result.
+        #: (groups, outputs per group, channels of a group, *kernel)
         by_group = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
         self._out = by_group[:, self._rows]
         self._grad_scratch, self._product_scratch = loop.memory(loop.factor_dtype), loop.product_memory
-        # All threads' sums are the caller's memory: when they are added, the workers may have another caller.
+        # The calling thread owns all threads' sums: when they are added, the workers may already serve another caller.
         own = loop.threads - loop.in_place, geometry.groups, loop.rows, geometry.reduction
         self._sums = [self._out.reshape(own[1:])] if loop.in_place else []
         if own[0]:
             self._sums.extend(loop.memory(loop.sums_dtype).array("sums", own))
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
-        """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
+        """Return the sums (groups, rows, K_g) of a thread's share of the blocks."""
         blocks, thread = share
         sums = self._sums[thread]
-        # One of the factors at most has two parts.
+        # At most one of the factors has two parts.
         parts = [sums.real, sums.imag] if len(self.images) + len(self.grads) > 2 else [sums]
         is_first = True
         for block in blocks:
@@ -322,7 +330,7 @@ class WeightRun:
         return sums
 
     def finish(self, sums: list[np.ndarray]) -> None:
-        """Add the threads' sums in order and store them."""
+        """Add the threads' sums in order, and store the total."""
         total = sums[0]
         for others in sums[1:]:
             total += others
@@ -332,7 +340,7 @@ class WeightRun:
             self._out[...] = total.reshape(self._out.shape)
 
     def _grad(self, block: Block, part: int) -> np.ndarray:
-        """These outputs of the block's gradient: (groups, rows, pixels), or with the axes of a box."""
+        """The loop's outputs of a block's gradient: (groups, rows, pixels), or with a box's axes instead of pixels."""
         geometry = self.geometry
         grad = block.of(self.grads[part]).swapaxes(0, 1)
         if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
@@ -348,11 +356,11 @@ class WeightRun:
         return grad.reshape(geometry.groups, geometry.group_outputs, *pixels)[:, self._rows]
 
     def scratch(self, name: str, shape: Sequence[int]) -> np.ndarray:
-        """This thread's memory for products."""
+        """This thread's scratch array for products."""
         return self._product_scratch.array(name, shape)
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
-        """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
+        """sums (+)= grad columns', a piece of the outputs at a time; a row of `sums` may have several axes."""
         if run := pixels_of_run(sums.shape[1], *columns.shape[1:]):
             self._add_runs(grad, columns, sums, is_first, run)
             return
@@ -376,7 +384,7 @@ class WeightRun:
                 target += product.reshape(target.shape)
 
     def _add_runs(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool, run: int) -> None:
-        """The same where the sums are few: products of runs of pixels, and their sum."""
+        """`add_product` for few sums: products of runs of pixels, and their sum."""
         whole = columns.shape[2] - columns.shape[2] % run
         rows, others = (m[..., :whole].reshape(*m.shape[:2], -1, run).swapaxes(1, 2) for m in (columns, grad))
         products = self._product_scratch.array("runs", (*rows.shape[:3], others.shape[2]))
@@ -392,14 +400,14 @@ class WeightRun:
 
 
 def turns_product(outputs: int, columns: int, dtype: np.dtype) -> bool:
-    """Whether a product of so many outputs and columns is computed with these two exchanged."""
+    """Whether a product of `outputs` x `columns` elements is computed transposed."""
     return dtype == np.float32 and outputs < min(_MANY_OUTPUTS, columns)
 
 
 def pixels_of_run(outputs: int, columns: int, pixels: int) -> int:
-    """Pixels of each of the products that one of so many elements is cut into, or 0 where it is one.
+    """Pixels of each run that a product of `outputs` x `columns` elements is cut into, or 0 if it is not cut.
 
-    Each is one that BLAS packs no operand of, and together they have so many elements that other threads run beside them.
+    BLAS does not pack the operands of a run.  All runs together have so many elements that NumPy releases the GIL.
     """
     elements = outputs * columns
     if not 0 < elements <= FEW_ELEMENTS:
@@ -409,5 +417,5 @@ def pixels_of_run(outputs: int, columns: int, pixels: int) -> int:
 
 
 def _parts(x: np.ndarray) -> list[np.ndarray]:
-    """Real and imaginary parts; the latter of a real array are zeros that take no memory."""
+    """Real and imaginary parts; the imaginary part of a real array is a broadcast zero, which needs no memory."""
     return [x.real, x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)]

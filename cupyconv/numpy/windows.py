@@ -1,7 +1,7 @@
-"""What a block of a convolution's outputs reads: windows as slices, the tile that they lie in, and columns.
+"""What the outputs of a block read: windows as slices, the tile that contains the windows, and columns.
 
-No large image is copied whole for its padding.  Along an axis, the outputs whose tap falls inside the image are one slice; the
-few at the borders are zeros, or are read through an index array that follows the padding mode.
+A large image is never copied whole for its padding.  Along an axis, the outputs whose tap falls inside the image read
+one slice.  The few outputs at the borders read zeros, or read through an index array that follows the padding mode.
 
 ::
 
@@ -9,8 +9,8 @@ few at the borders are zeros, or are read through an index array that follows th
     input elements         | zeros  |  slice(first, last,   | index  |
                            | or idx |        stride)        |  array |
 
-Where a kernel has several taps, a block's part of the padded image is copied once (of a small image that is all of
-it), and its windows are a view of that copy; or of the image, where it is one in C order and no border is read.
+If a kernel has several taps, the part of the padded image that a block reads is copied once, to a tile.  Windows are
+views of the tile, or of the image if it is C-contiguous and the block reads no border.
 
 ::
 
@@ -18,7 +18,7 @@ it), and its windows are a view of that copy; or of the image, where it is one i
     any strides,                (channels, samples,                  (channels, taps, samples, pixels)
     any dtype                    d, h, w), padded                    a copy of overlapping views
 
-A prologue transforms what is read as it is written, and so never the padding.
+A prologue transforms the elements while they are copied, so it never transforms the padding.
 """
 
 from __future__ import annotations
@@ -39,35 +39,37 @@ from cupyconv.problem.plan import counted
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
-#: Input elements of a run of outputs along an axis.
+#: Input elements that consecutive outputs read along an axis.
 Elements = slice | np.ndarray
-Segment = tuple[slice, Elements | None]  # positions of the outputs, and what they read; None: zeros
+Segment = tuple[slice, Elements | None]  # positions of the outputs, and the elements they read; None: zeros
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
-#: Samples, and pixels along three axes, of a block of outputs.
+#: Number of samples, and of pixels along three axes, of a block of outputs.
 BlockSize = tuple[int, int, int, int]
 
-#: Blocks of a loop up to which they are kept from run to run, a few kilobytes each: to cut one takes Python tens of
-#: microseconds, in which no other thread can begin its next product.
+#: Largest number of blocks of a loop that are cached between runs, a few kilobytes each.  Python needs tens of
+#: microseconds to make a block, in which no other thread can start its next product.
 _KEPT_BLOCKS = 128
-#: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
-#: keep megabytes.
+#: Largest number of taps whose regions are cached.  Computing them dominates the time of a small convolution.  A large
+#: one is not bound by it, and its regions would need megabytes.
 _KEPT_TAPS = 64
-#: Bytes of index arrays up to which they are kept too: half of what is kept of anything, the rest is for what holds them.
+#: Largest index arrays, in bytes, that are cached: half of the largest entry; the rest is for the objects that hold
+#: them.
 _KEPT_INDICES = LARGEST // 2
-#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
+#: Index arrays that exist at once for a border (elements read, and temporaries to compute them), and bytes of an index.
 INDEX_ARRAYS, INDEX_BYTES = 4, 8
-#: Bytes of memory from one place of the nearest cache to itself, and the lines that stay in a place.
+#: Distance in bytes of addresses that map to the same set of the L1 cache, and cache lines per set.
 PLACES, LINES_OF_A_PLACE = 4096, 8
-#: Blocks of which what they read is kept: a loop over more of them works it out anew for each.
+#: Number of blocks whose regions are cached.  A loop over more blocks computes them again for each block.
 KEPT_REGIONS = 256
-#: What one block's regions take at the most, where they are slices: their key, with all that a geometry works out later, and each.
+#: Upper bounds in bytes, for regions that are slices: of a block's key, with all that a geometry computes later; of a
+#: region.
 _KEY_BYTES, _REGION_BYTES = 3072, 1024
-#: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
+#: Largest tile, in bytes, that is filled with zeros as a whole: one long write is faster than several short ones.
 _SMALL_TILE = 2 << 20
 
 
 def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
-    """Elements of an axis that padded indices stand for, as ``np.pad`` defines `mode`."""
+    """Return the elements of an axis that padded indices refer to, as ``np.pad`` defines `mode`."""
     if mode == "edge":
         return np.clip(index, 0, size - 1)
     if mode == "wrap":
@@ -83,13 +85,13 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
 
 
 def inside_image(outputs: range, size: int, stride: int, offset: int) -> range:
-    """Those of the outputs whose tap, at ``output * stride + offset``, is inside the image."""
+    """Return the outputs whose tap, at ``output * stride + offset``, is inside the image."""
     first = min(max(-(offset // stride), outputs.start), outputs.stop)
     return range(first, max(min(-((offset - size) // stride), outputs.stop), first))
 
 
 def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str) -> list[Segment]:
-    """The runs of `outputs` (positions in it) whose tap at ``output * stride + offset`` is read alike."""
+    """Split `outputs` into runs whose tap, at ``output * stride + offset``, is before, inside or after the image."""
     inside = inside_image(outputs, size, stride, offset)
     segments: list[Segment] = []
     runs = ((outputs.start, inside.start, False), (inside.start, inside.stop, True), (inside.stop, outputs.stop, False))
@@ -111,13 +113,13 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
 def boxes(
     windows: Windows, outputs: Sequence[range], strides: Sequence[int], offsets: Sequence[int]
 ) -> tuple[Region, ...]:
-    """Boxes of three axes of `outputs`, each with the input elements it reads; None stands for zeros."""
+    """Return boxes of `outputs` along three axes, each with the input elements that it reads; None stands for zeros."""
     regions: list[tuple[tuple[slice, ...], tuple[Elements, ...] | None]] = [((), ())]
     for run, size, stride, offset in zip(outputs, windows.size, strides, offsets):
         segments, whole = axis_segments(run, size, stride, offset, windows.padding_mode), slice(0, len(run))
         longer: list[Region] = []
         for at, elements in regions:
-            if elements is None:  # zeros along the axes behind too
+            if elements is None:  # zeros along the remaining axes too
                 longer.append(((*at, whole), None))
                 continue
             for own, read in segments:
@@ -127,10 +129,10 @@ def boxes(
 
 
 def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Region, ...]]:
-    """For every tap, in C order, what a block's output pixels read.
+    """Return the regions that a block's output pixels read, for every tap in C order.
 
-    Kept between calls, since a small convolution is bound by working this out.  Not so large kernels and wide borders,
-    whose regions would take megabytes: of these there are one tap's at a time.
+    Regions are cached between calls, because computing them dominates the time of a small convolution.  Large kernels
+    and wide borders have regions of megabytes.  These are not cached: they exist for one tap at a time.
     """
     if windows.taps > _KEPT_TAPS:
         return _EachTap(windows, block)
@@ -146,13 +148,13 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
 
 
 def read_through_index(windows: Windows, extents: Iterable[int]) -> list[int]:
-    """Of so many outputs along each axis those whose tap may be on the border, where index arrays say what it reads."""
+    """Return how many outputs along each axis, at most, have a tap on the border and read through index arrays."""
     pads = (max(0, before) + max(0, after) for before, after in zip(windows.before, windows.after))
     return list(map(min, extents, pads))
 
 
 def _most_bytes(windows: Windows, regions: int) -> int | None:
-    """Of what is kept of a block, with its key, at the most; not known where regions hold index arrays."""
+    """Upper bound of the bytes of a block's cached regions and their key; None if regions hold index arrays."""
     return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
@@ -160,7 +162,7 @@ _TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(KEPT_REGIONS)
 
 
 class _EachTap:
-    """What each tap reads, worked out when it is its turn."""
+    """The regions of each tap, computed when the iteration reaches the tap."""
 
     def __init__(self, windows: Windows, block: tuple[range, ...]) -> None:
         self._windows, self._block = windows, block
@@ -173,17 +175,17 @@ class _EachTap:
 
 
 class Phase(NamedTuple):
-    """Taps that read elements of one rest modulo the stride; what all of them read lies in a tile of its own."""
+    """Taps that read elements of the same remainder modulo the stride; one tile contains all that they read."""
 
-    taps: tuple[slice, ...]  # of the kernel, along each axis
-    counts: tuple[int, ...]  # how many these are
-    gaps: tuple[int, ...]  # elements of the tile from what a tap reads to what the next one does
-    size: tuple[int, ...]  # of the tile
-    regions: tuple[Region, ...]  # what fills it
+    taps: tuple[slice, ...]  # taps of the kernel along each axis
+    counts: tuple[int, ...]  # number of these taps along each axis
+    gaps: tuple[int, ...]  # elements of the tile between what consecutive taps read
+    size: tuple[int, ...]  # size of the tile
+    regions: tuple[Region, ...]  # regions that fill the tile
 
 
 def phase_reach(windows: Windows) -> tuple[int, ...]:
-    """Elements of a phase's tile beyond those of a block's pixels, along each axis, at the most."""
+    """Upper bound of the elements that a phase's tile has in addition to a block's pixels, along each axis."""
     return tuple(
         (-(-taps // (stride // gcd(stride, gap))) - 1) * (gap // gcd(stride, gap))
         for taps, stride, gap in zip(windows.kernel, windows.stride, windows.dilation)
@@ -191,8 +193,8 @@ def phase_reach(windows: Windows) -> tuple[int, ...]:
 
 
 def phase_regions(windows: Windows, block: tuple[range, ...], bare: bool = False) -> tuple[Phase, ...]:
-    """All phases of a block's windows, with tiles whose rows have no padding if they are to be `bare`; kept between calls, as
-    `tap_regions` are.
+    """Return all phases of a block's windows, cached like the regions of `tap_regions`; rows of `bare` phases have no
+    padding.
     """
     key = windows, block, bare
     phases = _PHASES.get(key)
@@ -206,7 +208,7 @@ _PHASES: Cache[tuple[Phase, ...]] = Cache(KEPT_REGIONS)
 
 
 def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
-    """The taps of each phase along an axis, and the elements of its tile from one to the next."""
+    """Return the taps of each phase along an axis, and the elements of its tile between consecutive taps."""
     taps, stride, gap = windows.kernel[axis], windows.stride[axis], windows.dilation[axis]
     common = gcd(stride, gap)
     period = stride // common
@@ -214,15 +216,15 @@ def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
 
 
 class BareRow(NamedTuple):
-    """A row of the image without padding, of what a phase of taps along the width reads: one after the other lie in memory."""
+    """A row without padding that a phase of taps along the width reads; these rows are adjacent in memory."""
 
     elements: int
-    firsts: range  # for each tap, the element that the first pixel reads, as if the row went on to both sides
-    pixels: list[range]  # for each tap, those that read what is there
+    firsts: range  # for each tap, the element that the first pixel reads, as if the row continued on both sides
+    pixels: list[range]  # for each tap, the pixels that read elements of the row
 
 
 def bare_rows(windows: Windows) -> list[BareRow]:
-    """Those of all phases along the width."""
+    """Return the rows of all phases along the width."""
     width, rows = windows.out_size[2], []
     for taps, gap in phases_along(windows, 2):
         reach, offset = (len(taps) - 1) * gap, taps.start * windows.dilation[2] - windows.before[2]
@@ -247,17 +249,17 @@ def _phases(windows: Windows, block: tuple[range, ...], bare: bool) -> Iterator[
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
-    """A view (n, c, d, h, w): axes of length 1 in front of the spatial ones."""
+    """Return a view (n, c, d, h, w), with axes of length 1 before the given spatial axes."""
     if image.ndim == 4:
         return image[:, :, None]
     return image.reshape(*image.shape[:2], *(1,) * (5 - image.ndim), *image.shape[2:])
 
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
-    """The elements of the last three axes: a view where they are slices, a gather of a border else."""
+    """Return elements of the last three axes: a view if all are slices, else a gathered copy."""
     if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
         return image[(..., *elements)]
-    # Cut to what is needed along every axis first, so that no gather is larger than that.
+    # Cut every axis to the needed range first, so that no gather is larger than that.
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     image = image[(..., *cut)]
     for axis, element in enumerate(elements):
@@ -269,10 +271,11 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy (channels, ...), where channels lie last in the target as many at a time as the nearest cache keeps lines of.
+    """Copy an array (channels, ...), a few channels at a time if the target stores channels last.
 
-    Pixels are copied one after the other then, each from as many lines as it has channels, which the next ones read again.
-    Of images of 32 x 32 elements and more, and sides that are powers of two, all these lines belong to the same few places.
+    The copy then proceeds pixel by pixel: it reads one cache line per channel, and the next pixels read these lines
+    again.  For images of 32 x 32 elements or more, with sides that are powers of two, all these lines map to a few sets
+    of the L1 cache.  A part has as many channels as these sets have lines.
     """
     if target.strides[0] != target.itemsize:
         target[...] = source
@@ -283,7 +286,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> None:
-    """The adjoint of `read`: each value is added to the element that it would have been read from."""
+    """Add each value to the element that `read` would read it from: the adjoint of `read`."""
     if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
         place = image[(..., *elements)]
         np.add(place, values, place)
@@ -296,7 +299,7 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
 
 
 def _together(values: np.ndarray, axis: int, elements: np.ndarray) -> np.ndarray:
-    """Values of which several may belong to one element, brought together along this axis; a function lets go of all else."""
+    """Sum the values that belong to the same element along an axis; a function, so that temporaries are freed."""
     together = np.zeros((*values.shape[:axis], int(elements.max()) + 1, *values.shape[axis + 1 :]), values.dtype)
     gathered, spread = np.moveaxis(values, axis, 0), np.moveaxis(together, axis, 0)
     for one, index in zip(gathered, elements):
@@ -305,13 +308,13 @@ def _together(values: np.ndarray, axis: int, elements: np.ndarray) -> np.ndarray
 
 
 def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int]) -> int:
-    """Elements of what `add` brings together for so many values along each axis, `steps` apart, at the most.
+    """Upper bound of the elements that `add` allocates for border values, `extents` per axis and `steps` apart.
 
-    They span what a border stands for; of a corner there are those of the axis before too.
+    They span the elements that a border refers to.  At a corner, the array of the previous axis exists too.
     """
     sizes, pads = windows.size, [max(0, *ends) for ends in zip(windows.before, windows.after)]
     values = [min(extent, max(size, pad)) for extent, size, pad in zip(extents, sizes, pads)]
-    # Beyond the image's size a border begins anew.
+    # A border that is longer than the image refers to its elements repeatedly.
     spans = [
         min(pad, (n - 1) * step + 1) if pad <= size else size for n, step, size, pad in zip(values, steps, sizes, pads)
     ]
@@ -325,22 +328,22 @@ def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int
 
 
 def tile_size(windows: Windows, pixels: Sequence[int]) -> tuple[int, ...]:
-    """The part of a padded image that all windows of so many pixels lie in."""
+    """Return the size of the part of a padded image that contains all windows of `pixels` outputs."""
     return tuple((n - 1) * s + span for n, s, span in zip(pixels, windows.stride, windows.span))
 
 
 def tile_shape(windows: Windows, channels: int, block: BlockSize) -> tuple[int, ...]:
-    """The tile of a block: (channels, samples, d, h, w)."""
+    """Return the shape of a block's tile: (channels, samples, d, h, w)."""
     return channels, block[0], *tile_size(windows, block[1:])
 
 
 def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
-    """All windows of a block: (channels, kd, kh, kw, samples, d, h, w)."""
+    """Return the shape of all windows of a block: (channels, kd, kh, kw, samples, d, h, w)."""
     return windows.in_channels, *windows.kernel, *block
 
 
 def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
+    """Return the size of the tile that contains all windows of a block, with padding, and the regions that fill it."""
     key = windows, block
     tile = _TILE_REGIONS.get(key)
     if tile is None:
@@ -355,7 +358,7 @@ _TILE_REGIONS: Cache[tuple[tuple[int, ...], tuple[Region, ...]]] = Cache(256)
 
 
 class Block:
-    """A part of the result, and what is read for it: some samples and pixels of all groups, or of some."""
+    """A part of the result: some samples and pixels, of all groups or of some; and the input elements that it reads."""
 
     def __init__(
         self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...], groups: slice | None = None
@@ -375,15 +378,15 @@ class Block:
         self.sums_shape = (self.groups.stop - self.groups.start, geometry.group_outputs, *self.size)
 
     def of(self, image: np.ndarray) -> np.ndarray:
-        """These samples, channels and pixels of an image of the result's size, of five axes."""
+        """Return this block's samples, channels and pixels of a five-axis image of the result's size."""
         return image if self._is_all else image[self._at]
 
     def every(
         self, stride: Triple, first: Triple, of: int, image: np.ndarray
     ) -> tuple[np.ndarray, tuple[slice, slice, slice]]:
-        """The same of an image that has these pixels `stride` apart, from `first` on, and one channel `of` so many outputs.
+        """Return this block's part of an image whose pixels are `stride` apart from `first` on.
 
-        And which of the pixels that is: those that lie in the image.
+        The image has one channel per `of` outputs.  The second result says which of the block's pixels are inside it.
         """
         channels = slice(self.outputs.start // of, self.outputs.stop // of)
         at, own = [], []
@@ -396,11 +399,11 @@ class Block:
         return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
-        """These samples of an image."""
+        """Return this block's samples of an image."""
         return image if self._has_all_pixels else image[self._samples]
 
     def read_in_place(self, image: np.ndarray) -> tuple[np.ndarray, Triple]:
-        """What the windows read of an image (samples, channels, d, h, w), and their padding before it."""
+        """Return the part of an image (samples, channels, d, h, w) that the windows read, and the padding before it."""
         at, before = self._reach
         return self.samples_of(image)[at], before
 
@@ -419,7 +422,7 @@ class Block:
         return tuple(at), (before[0], before[1], before[2])
 
     def parts(self, size: BlockSize) -> Iterator[tuple[tuple[slice, ...], Block]]:
-        """Blocks of this size that it falls into, and where they lie in it."""
+        """Split this block into blocks of `size`; yield the place of each in this block, and the block."""
         axes = [
             list(zip(ranges_of(len(whole), part), ranges_of(whole, part))) for whole, part in zip(self._ranges, size)
         ]
@@ -428,26 +431,26 @@ class Block:
             yield at, Block(self.geometry, self._itemsize, tuple(own for _, own in parts))
 
     def with_taps(self, taps: Sequence[range]) -> Block:
-        """The same pixels with some taps of the kernel."""
+        """Return a block with the same pixels and only some taps of the kernel."""
         return Block(self.geometry.with_taps(taps), self._itemsize, self._ranges)
 
     @property
     def taps(self) -> Iterable[tuple[Region, ...]]:
-        """What each tap reads; kept by `tap_regions`, not with the block."""
+        """Regions that each tap reads; `tap_regions` caches them, not the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What the taps of each phase of the stride read; kept by `phase_regions`."""
+        """Phases of the stride and the regions that they read; `phase_regions` caches them."""
         return phase_regions(self.geometry, self._ranges[1:])
 
     @property
     def bare_phases(self) -> tuple[Phase, ...]:
-        """The same, of rows without padding."""
+        """The `phases` for rows without padding."""
         return phase_regions(self.geometry, self._ranges[1:], bare=True)
 
     def tile(self, channels: int) -> Tile:
-        """What all taps read of so many channels."""
+        """Return the tile that all taps read, for `channels` channels."""
         tile = self._tiles.get(channels)
         if tile is None:
             tile = self._tiles[channels] = Tile(self.geometry, self._itemsize, self._ranges, channels)
@@ -455,13 +458,13 @@ class Block:
 
 
 class Tile:
-    """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
+    """The part of the padded inputs that contains all windows of a block: (channels, samples, d, h, w)."""
 
     def __init__(self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int) -> None:
         samples, *out_size = map(len, block)
         size, regions = tile_regions(geometry, block[1:])
         self.shape = (channels, samples, *size)
-        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows.
+        #: Shape of a view (c, kd, kh, kw, n, d, h, w) of all windows.
         self.windows_shape = (channels, *geometry.kernel, samples, *out_size)
         c, n, *spatial = (prod(self.shape[axis + 1 :]) * itemsize for axis in range(5))
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
@@ -477,7 +480,7 @@ class Tile:
     def _in_image(
         self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], elements: tuple[Elements, ...] | None
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Where the windows lie in an image in C order, as an offset and strides; None where they read a border."""
+        """Return the offset and strides of the windows in a C-contiguous image; None if they read a border."""
         n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
         begin = block[0].start * n
         for element, step in zip(elements or (np.empty(0),), spatial):
@@ -490,10 +493,10 @@ class Tile:
 
 
 class Blocks:
-    """The blocks of a loop, in order, of some groups each where a part is given; few are kept from run to run."""
+    """The blocks of a loop in order, each of `part` groups or of all; a small number is cached between runs."""
 
     def __init__(self, geometry: ConvGeometry, size: BlockSize, itemsize: int, part: int | None = None) -> None:
-        self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
+        self._geometry, self._itemsize = geometry, itemsize  # `itemsize` is that of the elements read
         self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
         self._groups: list[slice | None] = list(parts_of(geometry.groups, part)) if part else [None]
         few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS
@@ -503,7 +506,7 @@ class Blocks:
         return self._cut() if self._kept is None else iter(self._kept)
 
     def some(self, first: int, count: int) -> Iterator[Block]:
-        """So many of them, each made as it is asked for."""
+        """Yield `count` blocks from block `first` on; each is made on demand unless it is cached."""
         return self._cut(first, first + count) if self._kept is None else iter(self._kept[first : first + count])
 
     def _cut(self, first: int = 0, stop: int | None = None) -> Iterator[Block]:
@@ -512,9 +515,9 @@ class Blocks:
 
 
 class Images:
-    """A run's inputs, of five axes, their channels one after the other, and memory to read them into.
+    """A run's inputs as five-axis arrays, concatenated along the channels, and scratch memory to read them into.
 
-    `inputs` are arrays, and the channels of the concatenation that each one is.
+    `inputs` lists each array with its slice of the concatenated channels.
     """
 
     def __init__(
@@ -524,7 +527,7 @@ class Images:
         self.channels = inputs[-1][1].stop if inputs else 0
 
     def read(self, regions: tuple[Region, ...], block: Block, target: np.ndarray) -> None:
-        """Read boxes of a block's samples into (channels, samples, d, h, w), or (groups, channels, ...)."""
+        """Copy boxes of a block's samples to `target`: (channels, samples, d, h, w) or (groups, channels, ...)."""
         channels_first = (1, 0, 2, 3, 4) if target.ndim == 5 else (1, 2, 0, 3, 4, 5)
         for at, elements in regions:
             for x, channels in self.inputs:
@@ -538,7 +541,7 @@ class Images:
                     self._transform.write(part, read(block.samples_of(x), elements).transpose(channels_first), channels)
 
     def tile(self, block: Block) -> np.ndarray:
-        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
+        """Return a copy of the padded inputs that contain all windows of a block: (channels, samples, d, h, w)."""
         tile = block.tile(self.channels)
         image = self.scratch.array("tile", tile.shape)
         if tile.starts_as_zeros:
@@ -547,16 +550,16 @@ class Images:
         return image
 
     def read_tile(self, block: Block, target: np.ndarray) -> None:
-        """Read what all windows of a block lie in into (channels, samples, d, h, w), with zeros behind it."""
+        """Copy a block's tile to `target`, (channels, samples, d, h, w); if `target` is larger, the rest is zeros."""
         tile = block.tile(self.channels)
         if tile.starts_as_zeros or target.shape != tile.shape:
             target.fill(0)
         self.read(tile.regions, block, target)
 
     def tile_or_view(self, block: Block) -> np.ndarray:
-        """The tile; where it lies as it is in an input, that part of the input.
+        """Return the tile, or a view of the input if the input contains the tile as it is.
 
-        Not at an address that is no multiple of an element: of overlapping windows there a product copies each.
+        An unaligned input is copied, because a product would copy each of its overlapping windows.
         """
         tile = block.tile(self.channels)
         is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
@@ -567,24 +570,24 @@ class Images:
         return self.tile(block)
 
     def columns(self, block: Block) -> np.ndarray:
-        """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
+        """Return a C-contiguous copy of all windows of a block, (channels, kd, kh, kw, samples, d, h, w)."""
         columns = self.scratch.array("columns", block.columns_shape)
         self.copy_windows(block, columns)
         return columns
 
     def matrix(self, block: Block) -> np.ndarray:
-        """The same as (channels x taps, pixels), whose rows begin where cache lines do."""
+        """Return a copy of all windows of a block, (channels x taps, pixels), whose rows start at cache lines."""
         matrix = self.rows_of_columns(block)
         self.copy_windows(block, matrix.reshape(block.columns_shape))
         return matrix
 
     def rows_of_columns(self, block: Block) -> np.ndarray:
-        """Memory for this matrix."""
+        """Return scratch memory for the matrix that `matrix` returns."""
         row = lines_apart(block.area, self.scratch.dtype.itemsize)
         return self.scratch.array("columns", (prod(block.columns_shape[:4]), row))[:, : block.area]
 
     def copy_windows(self, block: Block, columns: np.ndarray) -> None:
-        """Write all windows of a block to columns."""
+        """Copy all windows of a block to `columns`."""
         if block.geometry.taps == 1:
             self.read(next(iter(block.taps)), block, columns[:, 0, 0, 0])
             return
@@ -596,7 +599,7 @@ class Images:
         columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
 
     def some_taps(self, block: Block, most: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """Columns of at most so many taps of a block, and which these are; the next overwrite them."""
+        """Yield slices of at most `most` taps and their columns; each iteration overwrites the previous columns."""
         if most > 1:
             for taps, box in tap_boxes(block.geometry.kernel, most):
                 yield taps, self.columns(block.with_taps(box))
@@ -607,14 +610,14 @@ class Images:
             yield slice(t, t + 1), columns
 
     def _is_plain(self, dtype: np.dtype) -> bool:
-        """Whether this is one image in C order that is read as it is."""
+        """Whether there is exactly one input, C-contiguous, of this dtype and without a prologue."""
         if len(self.inputs) != 1 or self._transform is not None:
             return False
         ((image, _),) = self.inputs
         return image.dtype == dtype and image.flags.c_contiguous
 
     def by_group(self, groups: int) -> Images:
-        """The same with channels cut into groups, none of which is of two inputs: images (n, groups, channels, d, h, w)."""
+        """Return images with channels split into groups, (n, groups, channels, d, h, w); no group spans two inputs."""
         per_group = self.channels // groups
         inputs = [
             (
@@ -626,7 +629,7 @@ class Images:
         return Images(inputs, self.scratch, self._transform and self._transform.by_group(groups))
 
     def some(self, channels: slice) -> Images:
-        """Some channels of the concatenation, counted from the first of them."""
+        """Return images of some channels of the concatenation; their first channel becomes channel 0."""
         some = []
         for x, own in self.inputs:
             begin, end = max(channels.start, own.start), min(channels.stop, own.stop)
@@ -637,16 +640,16 @@ class Images:
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:
-    """So many groups, or channels, at a time."""
+    """Yield slices of `part` groups or channels at a time."""
     return (slice(first, min(first + part, count)) for first in range(0, count, part))
 
 
 def whole_and_rest(width: int, part: int) -> list[tuple[int, int, int]]:
-    """(first pixel, how many, pixels of each) parts of a row: all that are whole, and what is left."""
+    """Split a row into whole parts and a remainder, as tuples (first pixel, number of parts, pixels per part)."""
     whole, rest = divmod(width, part)
     return [parts for parts in ((0, whole, part), (whole * part, 1, rest)) if parts[1] and parts[2]]
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
-    """How a loop is cut, in words."""
+    """Describe in words how a loop is cut into blocks."""
     return f"{counted(blocks, 'block')} of {' x '.join(map(str, block))} ({axes}) on {counted(threads, 'thread')}"

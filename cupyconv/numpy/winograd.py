@@ -1,26 +1,26 @@
-"""Winograd's F(7 - r, r) along every axis of r = 2 to 5 taps: of 3 taps 6 products for 4 outputs, where a sum takes 12.
+"""Winograd's F(7 - r, r) along every axis of r = 2 to 5 taps: for 3 taps, 6 products instead of 12 for 4 outputs.
 
 (Winograd, "Arithmetic Complexity of Computations", 1980; Lavin and Gray, "Fast Algorithms for Convolutional Neural
-Networks", CVPR 2016.)  Of the two matrices a tile is multiplied by, and of their products, along one axis:
+Networks", CVPR 2016.)  The transforms of a tile along one axis, and the steps of a block:
 
 ::
 
     y [m]  =  A' [m, 6]  ( (G [6, r] w)  *  (B' [6, 6] x) )         y: m = 7 - r outputs, x: what they read, w: taps
 
-    x, padded  [samples, d, h, w, channels]      channels last: a transform is then one batched product, whose
-       | B' along w, h, d                        batch are overlapping windows, and all behind the axis its columns
+    x, padded  [samples, d, h, w, channels]      channels last: a transform is one batched product, whose batch is
+       | B' along w, h, d                        the overlapping windows; its columns are all axes behind the axis
     V  [6 6 6, tiles, channels]
        | one product for each of the 6 6 6, with U = G w
     M  [6 6 6, tiles, outputs]
-       | A' along d, h, w                        along w the product also brings pixels in front of the channels
+       | A' along d, h, w                        along w, the product also makes pixels contiguous instead of channels
     y  [samples, outputs, d, h, w]
 
-The matrices are those of the polynomials' values at 0, +-sqrt(1/2), +-sqrt(2) and infinity, which lose less to rounding
-than small integers (Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution", 2020).  Rows
-are scaled so that no transform of x or w is larger than its largest element.
+The matrices evaluate polynomials at 0, +-sqrt(1/2), +-sqrt(2) and infinity.  These points lose less to rounding than
+small integers (Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution", 2020).  Rows are
+scaled so that no transform of x or w is larger than its largest element.
 
-Rounding errors grow with the largest terms of a tile, not of a single output: the bound is normwise.  A sum that is not
-finite says that something in its tile was not, or was too large: such a block is computed from columns instead.
+Rounding errors grow with the largest terms of a tile, not of a single output: the bound is normwise.  If a sum is not
+finite, an element of its tile was not finite or was too large.  Such a block is recomputed from columns.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ from cupyconv.numpy.winograd_tiles import (
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Bytes of the products of a block and of what they are products of: a few megabytes stay in cache, and calls are long.
+#: Bytes of a block's tiles and of their products: a few megabytes stay in cache, and calls are long.
 BLOCK = 4 << 20
-#: Bytes of a transformed weight up to which it is kept for a whole run.  A larger one is transformed anew for every block,
-#: in parts that stay in cache: the memory is the blocks', which are larger for it.
+#: Bytes up to which a transformed weight is reused for a whole run.  A larger one is transformed again for every block,
+#: in parts that stay in cache, and the memory that this saves goes to larger blocks.
 KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = (4 << 20, 8 << 20, 512 << 10, 32)
-#: Elements of a transformed weight from which another thread takes a part of it.
+#: Elements of a transformed weight that are worth another thread.
 WEIGHT_PART = 1 << 18
-#: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
+#: Kernels that one product transforms.  If BLAS has code for small products, it does not copy the factor then.
 WEIGHT_ROWS = 1024
 
 # --- the method -----------------------------------------------------------------------------------------------
 
 
-#: Kept from call to call, at most what a block takes: the first touch of a page of memory takes longer than
-#: all that is done with it here.
+#: Memory that is cached between calls, at most the bytes of a block: the first touch of a page takes longer than all
+#: that is done with it here.
 MEMORY = kept_scratch(FLOAT32)
 
 
 class TiledLoop(PixelLoop):
     """A loop over blocks of whole tiles."""
 
-    fresh_work = 0.0  # memory is kept
+    fresh_work = 0.0  # memory is cached between calls
 
     @classmethod
     def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
@@ -106,7 +106,7 @@ class TiledLoop(PixelLoop):
 
     @classmethod
     def block_bytes(cls, problem: Any) -> int:
-        """Bytes of a block's tiles and their products."""
+        """Return the target for the bytes of a block's tiles and their products."""
         return BLOCK
 
     @classmethod
@@ -116,7 +116,7 @@ class TiledLoop(PixelLoop):
         tiles = geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size)))
         most = max(1, cls.block_bytes(problem) // (phases * tile_bytes(geometry) or 1))
         while True:
-            blocks = threads * -(-tiles // (threads * most))  # each thread has as many
+            blocks = threads * -(-tiles // (threads * most))  # the same number per thread
             loop = cls(problem, tiles_block(geometry, most, -(-tiles // max(1, blocks))))
             needed = fixed + threads * (loop.workspace + loop.index_bytes)
             if needed <= limit:
@@ -132,7 +132,7 @@ class TiledLoop(PixelLoop):
 
     @property
     def transforms_work(self) -> float:
-        """What the transforms of all tiles of the inputs and of the outputs take."""
+        """Estimated time of the input and output transforms of all tiles."""
         channels = self.geometry.in_channels
         work = cost.transformed(self.elements * channels, self._rows(channels), self.geometry.kernel)
         read = self.blocks * prod(tile_shape(self.geometry, channels, self.block))
@@ -140,24 +140,24 @@ class TiledLoop(PixelLoop):
 
     @property
     def outputs_work(self) -> float:
-        """What those of the outputs take."""
+        """Estimated time of the output transforms."""
         geometry, channels = self.geometry, self.geometry.out_channels
         work = cost.transformed(self.elements * channels, self._rows(channels), geometry.kernel)
         return work + cost.transposed(geometry.batch * geometry.pixels * channels)
 
     @property
     def elements(self) -> int:
-        """Elements of all tiles of a channel."""
+        """Elements of all tiles of one channel."""
         return self.blocks * self.block_tiles * products_of(self.geometry)
 
     def _rows(self, channels: int) -> tuple[int, int, int]:
-        """Elements that lie side by side behind each axis of the tiles."""
+        """Return the number of contiguous elements behind each axis of the tiles."""
         _, height, width = tiles_along(self.geometry, self.block)
         return height * width * channels, width * channels, channels
 
     @cached_property
     def block_tiles(self) -> int:
-        """Tiles of a whole block, of all phases."""
+        """Tiles of a whole block, over all phases."""
         geometry = self.geometry
         return (
             self.block[0]
@@ -167,7 +167,7 @@ class TiledLoop(PixelLoop):
 
     @cached_property
     def tiling(self) -> Tiling:
-        """That of a whole block."""
+        """The tiling of a whole block."""
         return Tiling(self.geometry, self.block)
 
     def tiling_of(self, block: Block) -> Tiling:
@@ -175,23 +175,23 @@ class TiledLoop(PixelLoop):
 
     @cached_property
     def columns_shapes(self) -> list[Shape]:
-        """Arrays in either buffer that have room for the columns of a pixel: of a block that is not finite."""
+        """Shapes, one per buffer, that hold the columns of one pixel of a block that is not finite."""
         return [(self._columns_bytes((1, 1, 1, 1)) // FLOAT32.itemsize,)] * 2
 
     def _columns_bytes(self, part: BlockSize) -> int:
-        """Bytes of a part's columns, of what these are copied from, and of sums beside them."""
+        """Return the bytes of a part's columns and the tile that they are copied from; subclasses may add sums."""
         return columns_bytes(self.problem, part, FLOAT32.itemsize)
 
     def parts_by_columns(self, block: Block, room: int) -> Iterator[tuple[tuple[slice, ...], Block]]:
-        """Parts of a block, and where they lie in it, whose columns have room in so many bytes."""
+        """Return parts of a block whose columns fit in `room` bytes, each with its slices of the block."""
         return block.parts(largest_block(self.geometry, self._columns_bytes, room, block.area, 1, block.size[0]))
 
 
 class Weights:
-    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept for all blocks.
+    """The weight (groups, outputs per group, K_g), and the transformed weight if all blocks reuse it.
 
-    The latter with outputs last, (products, groups, channels, outputs): so BLAS reads the factor of a small product faster.
-    It is made when it is first asked for: by then another thread has been woken, and works on its first tiles.
+    The transformed weight is (products, groups, channels, outputs): with outputs last, BLAS reads the factor of a small
+    product faster.  The first use computes it.  By then another thread is awake and works on its first tiles.
     """
 
     def __init__(self, matrix: np.ndarray, make: Callable[[], np.ndarray] | None) -> None:
@@ -199,7 +199,7 @@ class Weights:
         self._factors: np.ndarray | None = None
 
     def transformed(self) -> np.ndarray:
-        """The transformed weight, which the first call makes."""
+        """Return the transformed weight, which the first call computes."""
         if self._factors is None:
             with self._lock:
                 if self._factors is None:
@@ -209,7 +209,7 @@ class Weights:
 
 
 class Steps(NamedTuple):
-    """What is computed for a block, of arrays that are there."""
+    """The products that compute a block, and the arrays that they use."""
 
     image: np.ndarray
     forward: list[Product]
@@ -221,18 +221,18 @@ class Steps(NamedTuple):
 
 
 class Winograd(TiledLoop, ConvLoop):
-    """Tiles of six elements along every axis of more than one tap."""
+    """Compute tiles of six elements along every axis of more than one tap."""
 
     name = "Winograd"
 
     @cached_property
     def makes_rows(self) -> bool:
-        """Whether sums have the order of the result, whose pixels lie side by side; else channels do."""
+        """Whether pixels of the sums are contiguous, as in the result; otherwise channels are."""
         return self.in_place or self.problem.out.stride_c != 1
 
     @property
     def outputs_work(self) -> float:
-        """The last of them is one product for a part of each row, with the matrix that brings pixels in front of the channels."""
+        """Estimated time of output transforms; the last is one product per part of a row if pixels are contiguous."""
         geometry, tiles = self.geometry, tiles_of_segment(self.geometry)
         if not (tiles and self.makes_rows):
             return super().outputs_work
@@ -249,7 +249,7 @@ class Winograd(TiledLoop, ConvLoop):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         geometry = problem.geometry
-        by_tap = kernels_of(geometry) * geometry.taps * FLOAT32.itemsize  # which it is made of
+        by_tap = kernels_of(geometry) * geometry.taps * FLOAT32.itemsize  # the copy that is transformed
         return factor_bytes(geometry) + by_tap if keeps_weight(geometry) else 0
 
     @property
@@ -266,7 +266,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of a temporary an activation takes, and of sums that are neither the result nor those of the transforms."""
+        """Bytes of an activation's temporary, and of sums that are not in the result itself."""
         arrays = (not self.in_place) + bool(self.problem.activation)
         return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
@@ -300,11 +300,11 @@ class Winograd(TiledLoop, ConvLoop):
         return weights
 
     def _transformed(self, weight: np.ndarray, factors: np.ndarray, threads: int) -> np.ndarray:
-        """The weight transformed, by so many threads."""
+        """Transform the weight on `threads` threads."""
         geometry = self.geometry
         by_tap = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.taps).transpose(3, 0, 2, 1)
         groups, channels = factors.shape[1:3]
-        # Parts are of groups, or of channels.
+        # Cut along groups, or along channels if there is one group.
         own = by_tap if groups > 1 else by_tap[:, 0]
         place = factors if groups > 1 else factors[:, 0]
 
@@ -330,8 +330,8 @@ class Winograd(TiledLoop, ConvLoop):
             place = sums[..., pixels]
             place = place.reshape(*place.shape[:4], channels.shape[3], -1, copy=False).transpose(0, 2, 3, 4, 1, 5)
             np.matmul(channels, matrix, place)
-        if not np.isfinite(np.einsum("ncdhw->", sums)):  # a third of what `sum` takes
-            if not self.makes_rows:  # they lie where columns are written
+        if not np.isfinite(np.einsum("ncdhw->", sums)):  # a third of the time of `sum`
+            if not self.makes_rows:  # they share memory with the columns
                 sums = scratch.array("sums", sums.shape)
             self._sums_of_columns(run, run.weight.matrix, block, sums)
         return sums.swapaxes(0, 1).reshape(block.sums_shape)
@@ -356,7 +356,7 @@ class Winograd(TiledLoop, ConvLoop):
         return Steps(channels_first(image), forward, *by_groups, back, rows, sums)
 
     def _multiply(self, tiles: np.ndarray, weights: Weights, place: np.ndarray, scratch: Scratch) -> None:
-        """Each product and group: tiles (tiles, channels) times the transformed weight (channels, outputs)."""
+        """Multiply tiles (tiles, channels) by the transformed weight (channels, outputs), per product and group."""
         geometry, matrix = self.geometry, weight_transform(self.geometry.kernel)
         channels = geometry.group_channels
         if weights.is_kept:
@@ -374,7 +374,7 @@ class Winograd(TiledLoop, ConvLoop):
                 np.matmul(tiles[some, group], factors, out=place[some, group, :, outputs])
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block, place: np.ndarray) -> None:
-        """The sums as they are defined, by columns in the memory of the transforms."""
+        """Compute the sums by their definition, from columns in the memory of the transforms."""
         geometry, room = self.geometry, in_turn_room(self._whole)
         memory = run.images.scratch.array(BUFFERS[0], (room // FLOAT32.itemsize,))
         for (samples, *pixels), part in self.parts_by_columns(block, room):
@@ -389,50 +389,50 @@ class Winograd(TiledLoop, ConvLoop):
 
     @cached_property
     def _whole(self) -> list[Shape]:
-        """Those of a whole block, and of columns where it is not finite."""
+        """Shapes of the arrays of a whole block, and of the columns that it needs if it is not finite."""
         return self._shapes(self.tiling) + self.columns_shapes
 
     def _shapes(self, tiling: Tiling) -> list[Shape]:
-        """All arrays of a block, from what it reads to its sums."""
+        """Return the shapes of all arrays of a block, from its input to its sums."""
         geometry = self.geometry
         return tiling.transformed(geometry.in_channels) + tiling.back(geometry.out_channels, self.makes_rows)
 
 
 def keeps_weight(geometry: ConvGeometry) -> bool:
-    """Whether the transformed weight is made once for all blocks."""
+    """Whether the weight is transformed once for all blocks."""
     return factor_bytes(geometry) <= KEPT_WEIGHT
 
 
 def factor_bytes(geometry: ConvGeometry) -> int:
-    """Bytes of the transformed weight."""
+    """Return the bytes of the transformed weight."""
     return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize
 
 
 def outputs_at_once(geometry: ConvGeometry) -> int:
-    """Outputs whose kernels are transformed at a time, where the weight is not kept."""
+    """Return how many outputs have their kernels transformed at a time, if the transformed weight is not reused."""
     part = WEIGHT_CACHE // (geometry.group_channels * geometry.taps * FLOAT32.itemsize)
     return even_part(geometry.group_outputs, max(FEWEST_OUTPUTS, part))
 
 
 def products_at_once(geometry: ConvGeometry) -> int:
-    """Products whose factors are transformed at a time, where the weight is not kept."""
+    """Return how many products have their factors computed at a time, if the transformed weight is not reused."""
     part = WEIGHT_CACHE // (outputs_at_once(geometry) * geometry.group_channels * FLOAT32.itemsize)
     return even_part(products_of(geometry), max(1, part))
 
 
 def part_bytes(geometry: ConvGeometry) -> int:
-    """Bytes of the kernels that are transformed at a time, and of what becomes of them."""
+    """Return the bytes of the kernels that are transformed at a time, and of their transforms."""
     kernels = outputs_at_once(geometry) * geometry.group_channels
     return (geometry.taps + products_at_once(geometry)) * kernels * FLOAT32.itemsize
 
 
 def kernels_of(geometry: ConvGeometry) -> int:
-    """How many kernels there are: one for every output and channel of its group."""
+    """Return the number of kernels: one per output and channel of its group."""
     return geometry.out_channels * geometry.group_channels
 
 
 def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> None:
-    """The product of both, in parts of `WEIGHT_ROWS` kernels."""
+    """Write the product of `matrix` and `taps` to `target`, in parts of `WEIGHT_ROWS` kernels."""
     whole = taps.shape[1] - taps.shape[1] % WEIGHT_ROWS
 
     def pieces(rows: np.ndarray) -> np.ndarray:
@@ -444,7 +444,7 @@ def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> Non
 
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
-    """The matrix of each product and group: (products, groups, tiles, channels of a group)."""
+    """Return a view with a matrix per product and group: (products, groups, tiles, channels per group)."""
     products, *tiles, channels = image.shape
     return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
 

@@ -1,14 +1,14 @@
-"""Tiles of Winograd's F(m, r): the matrices, and the products of them that bring an image to tiles and back.
+"""Tiles of Winograd's F(m, r): the transform matrices, and the products that transform an image to tiles and back.
 
 ::
 
     x      [samples, d, h, w, channels]    windows of 6 elements every m along an axis, each one product with B' [6, 6]
     V, M   [6 6 6, tiles, channels]        m = 7 - r along an axis of r taps
-    y      [samples, outputs, d, h, w]     along d and h with A' [m, 6]; along w, a few tiles at a time, of 3 taps:
+    y      [samples, outputs, d, h, w]     along d and h with A' [m, 6]; along w, a few tiles at a time (for 3 taps):
 
         (6 products x 4 tiles, outputs)^T  times  (6 x 4, 16 pixels)       A' for each tile, zeros elsewhere
 
-The last product brings pixels in front of the channels, where a copy would take several times as long as its zeros.
+The last product also makes pixels contiguous.  A copy would take several times as long as the products with zeros.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cupyconv.numpy.windows import BlockSize
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 
 FLOAT32 = np.dtype(np.float32)
-#: Names of a block's memory: two take turns, and there are sums that are not the result.
+#: Names of a block's scratch buffers: two that alternate, and one for sums that are not in the result itself.
 BUFFERS = "columns", "tile", "sums"
 Shape = tuple[int, ...]
-#: Pixels of a result's row that are computed at a time from channels that lie side by side: a vector.
+#: Pixels of a result's row that are computed at a time from contiguous channels: a vector.
 SEGMENT = 16
 
 # --- the transforms -------------------------------------------------------------------------------------------
@@ -43,23 +43,23 @@ class Transforms(NamedTuple):
     outputs: np.ndarray  # A' [m, 6]
 
 
-#: All points but infinity.
+#: All points except infinity.
 _POINTS = np.array([0, sqrt(1 / 2), -sqrt(1 / 2), sqrt(2), -sqrt(2)])
 
 
 @lru_cache(maxsize=8)
 def transforms(taps: int) -> Transforms:
-    """F(m, r) at the points 0, +-sqrt(1/2), +-sqrt(2) and infinity for r = `taps`, in float64.
+    """Return F(m, r) at the points 0, +-sqrt(1/2), +-sqrt(2) and infinity for r = `taps`, in float64.
 
-    A row of B' has the coefficients of the product of (x - q) over all other points q; rows of G and of A have powers of
-    their point, and that product's value at the point divides.
+    A row of B' has the coefficients of the product of (x - q) over all other points q.  Rows of G and of A have powers
+    of their point.  A' is also divided by that product's value at the point.
     """
     inputs, values = np.zeros((TILE, TILE)), np.ones(TILE)
     for i, point in enumerate(_POINTS):
         others = np.delete(_POINTS, i)
         inputs[i, :-1], values[i] = np.poly(others)[::-1], np.prod(point - others)
     inputs[-1] = np.poly(_POINTS)[::-1]
-    inputs = inputs.round(12)  # what is zero, exactly
+    inputs = inputs.round(12)  # make zeros exact
 
     def powers(count: int) -> np.ndarray:
         return np.vstack([_POINTS[:, None] ** np.arange(count), np.eye(count)[-1]])
@@ -76,19 +76,19 @@ def transforms_float32(taps: int) -> Transforms:
 
 @lru_cache(maxsize=8)
 def weight_transform(kernel: Triple) -> np.ndarray:
-    """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
+    """Return the matrix (products, taps) that transforms a kernel along all axes at once."""
     along = [transforms(taps).taps if taps > 1 else np.ones((1, 1)) for taps in kernel]
     return reduce(np.kron, along).astype(np.float32)
 
 
-#: A matrix, what it is multiplied with, and where the product is written.
+#: A matrix, the array that it is multiplied by, and the array that the product is written to.
 Product = tuple[np.ndarray, np.ndarray, np.ndarray]
-#: Channels (samples, d, h, part, channels, sum), the matrix (sum, pixels) they are multiplied with, and the pixels along w.
+#: Channels (samples, d, h, part, channels, sum), the matrix (sum, pixels) that multiplies them, and the pixels along w.
 Rows = tuple[np.ndarray, np.ndarray, slice]
 
 
 class Products(NamedTuple):
-    """Products to be computed one after the other, and the array that the last of them writes."""
+    """Products to compute one after the other, and the array that the last one writes."""
 
     products: list[Product]
     image: np.ndarray
@@ -104,9 +104,9 @@ def multiply_all(products: Sequence[Product]) -> None:
 
 
 class Tiling:
-    """How a block is cut into tiles, and the shapes its transforms go through: (products, samples, d, h, w, channels).
+    """How a block is cut into tiles, and the shapes of its transforms: (products, samples, d, h, w, channels).
 
-    Of an axis with a dilation, every phase is tiled as if it were alone.
+    Along a dilated axis, every phase is tiled by itself.
     """
 
     def __init__(self, geometry: ConvGeometry, block: BlockSize) -> None:
@@ -116,12 +116,12 @@ class Tiling:
         self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
         self._samples = block[0]
         self._counts = tiles_along(geometry, block)
-        #: Whether tiles reach further than the block.
+        #: Whether tiles reach beyond the block.
         self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
         self._segment = tiles_of_segment(geometry)
 
     def transformed(self, channels: int, overlap: bool = True) -> list[Shape]:
-        """The shapes from an image to what products take; where tiles overlap, each reads some of the next one's elements."""
+        """Return the shapes from an image to its transformed tiles; tiles may overlap the next one."""
         sizes, products = (
             [
                 (count * outputs + overlap * (taps - 1)) * phases
@@ -137,12 +137,12 @@ class Tiling:
         return shapes
 
     def back(self, channels: int, is_into_rows: bool = False) -> list[Shape]:
-        """The shapes from products to an image of the outputs, or to what becomes rows of a result."""
+        """Return the shapes from products to an image of outputs, or to the input of the product that makes rows."""
         shapes = self.transformed(channels, overlap=False)[::-1]
         return shapes[:-1] if is_into_rows and self._segment else shapes
 
     def transform(self, image: np.ndarray, memory: Iterator[np.ndarray], overlap: bool = True) -> Products:
-        """The tiles of an image, times B' along every axis; times A where they do not overlap."""
+        """Return the products that multiply an image's tiles by B' along every axis, or by A if they do not overlap."""
         products: list[Product] = []
         for axis in reversed(self.axes):
             matrices = transforms_float32(self._taps[axis])
@@ -152,7 +152,7 @@ class Tiling:
         return Products(products, image)
 
     def _windows(self, image: np.ndarray, axis: int, extent: int) -> np.ndarray:
-        """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
+        """Return a view of tiles along an axis: (all before the axis, tile, phase, element, all behind it)."""
         before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
         tiles, phases, row = self._counts[axis], self.phases[axis], behind * image.itemsize
         strides = size * row, self._outputs[axis] * phases * row, row, phases * row, image.itemsize
@@ -161,7 +161,7 @@ class Tiling:
     def transform_back(
         self, image: np.ndarray, memory: Iterator[np.ndarray], axes: Sequence[int] | None = None
     ) -> Products:
-        """An image of the outputs of all tiles: products times a matrix along every axis, or along some."""
+        """Return the products that transform tiles by A' to an image of outputs, along every axis or only `axes`."""
         products = []
         for axis in self.axes if axes is None else axes:
             matrix, tiles, image = transforms_float32(self._taps[axis]).outputs, image, next(memory)
@@ -172,10 +172,10 @@ class Tiling:
     def into_rows(
         self, image: np.ndarray, memory: Iterator[np.ndarray], pixels: Sequence[int]
     ) -> tuple[list[Product], list[Rows]]:
-        """The same for rows of a result (samples, outputs, d, h, w), whose pixels along w lie side by side.
+        """Return the products that transform tiles back to rows of a result with contiguous pixels along w.
 
-        A product of a few tiles' channels, as columns, with a matrix that is wide for that has pixels as columns: it takes
-        less than a copy.
+        The result is (samples, outputs, d, h, w).  The last product multiplies the channels of a few tiles by a wide
+        matrix, whose columns are pixels.  This takes less time than a copy.
         """
         depth, height, width = pixels
         rows: list[Rows] = []
@@ -212,7 +212,7 @@ class Tiling:
 
 
 def _cut(extent: int, part: int) -> Iterator[tuple[slice, int]]:
-    """An axis as parts of one size, and what is left: slices, and how many parts each is."""
+    """Cut an axis into whole parts and the rest; yield a slice for each, and the number of parts in it."""
     whole = extent // part * part
     if whole:
         yield slice(0, whole), extent // part
@@ -227,13 +227,13 @@ def _identity(size: int) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _wide(taps: int, tiles: int, phases: int) -> np.ndarray:
-    """The matrix of the outputs for so many tiles: from (product, tile, phase) to (tile, output, phase)."""
+    """Return the matrix A' for several tiles: from (product, tile, phase) to (tile, output, phase)."""
     wide = np.einsum("op,tu,fg->ptfuog", transforms(taps).outputs, np.eye(tiles), np.eye(phases))
     return np.ascontiguousarray(wide.reshape(TILE * tiles * phases, -1), FLOAT32)
 
 
 def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
-    """The products of one axis, the first of all: (all before the axis, tile, phase, product, all behind it)."""
+    """Return a view of products that are the first axis: (all before the axis, tile, phase, product, all behind it)."""
     before, tiles, phases, _, behind = windows
     return image.reshape(TILE, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
 
@@ -243,57 +243,57 @@ def tiled_axes(geometry: ConvGeometry) -> list[int]:
 
 
 def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
-    """Tiles of one phase along each axis; pixels where the kernel has one tap."""
+    """Return the tiles of one phase along each axis; for an axis of one tap, the pixels."""
     steps = tile_steps(geometry)
     return [-(-extent // step) for extent, step in zip(block[1:], steps)]
 
 
 def tile_steps(geometry: ConvGeometry) -> list[int]:
-    """Pixels along each axis that whole tiles of all phases have."""
+    """Return the pixels along each axis of one tile of every phase."""
     return [tile_outputs(taps) * (gap if taps > 1 else 1) for taps, gap in zip(geometry.kernel, geometry.dilation)]
 
 
 def tiles_of_segment(geometry: ConvGeometry) -> int:
-    """Tiles side by side that are transformed back at a time, into rows of a result; 0 where these are copied."""
+    """Return the neighbouring tiles that are transformed to rows of a result at a time; 0 if the rows are copied."""
     axes = tiled_axes(geometry)
     return SEGMENT // tile_steps(geometry)[2] if len(axes) > 1 and 2 in axes else 0
 
 
 def products_of(geometry: ConvGeometry) -> int:
-    """Products of a tile."""
+    """Return the number of products per tile."""
     return int(TILE ** len(tiled_axes(geometry)))
 
 
 def tile_bytes(geometry: ConvGeometry) -> int:
-    """Bytes of a tile's products and of what they are products of."""
+    """Return the bytes of a transformed tile and of its products."""
     return products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
 
 
 def in_turn(
     scratch: Scratch, shapes: Sequence[Shape], whole: Sequence[Shape], names: Sequence[str] = BUFFERS[:2]
 ) -> Iterator[np.ndarray]:
-    """Arrays of these shapes in two buffers in turn, which have room for those of a whole block."""
+    """Return arrays of these shapes, alternately in two buffers that are large enough for a whole block."""
     buffers = [scratch.array(name, (max(map(prod, whole[i::2]), default=0),)) for i, name in enumerate(names)]
     return (buffers[i % 2][: prod(shape)].reshape(shape) for i, shape in enumerate(shapes))
 
 
 def in_turn_bytes(shapes: Sequence[Shape]) -> int:
-    """Bytes of two buffers for arrays in turn."""
+    """Return the bytes of the two buffers of `in_turn`."""
     return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
 
 
 def in_turn_room(shapes: Sequence[Shape]) -> int:
-    """Bytes of the smaller of these buffers."""
+    """Return the bytes of the smaller of these buffers."""
     return FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
 
 
 def channels_first(image: np.ndarray) -> np.ndarray:
-    """An image (1, samples, d, h, w, channels) as windows are read: (channels, samples, d, h, w)."""
+    """Return a view (channels, samples, d, h, w) of an image (1, samples, d, h, w, channels)."""
     return image[0].transpose(4, 0, 1, 2, 3)
 
 
 def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
-    """A block of at most so many tiles of each phase, about `share` of them: some samples, else a part of one."""
+    """Return a block of about `share`, at most `most`, tiles per phase: some samples, or a part of one."""
     axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
     parts = [1, 1, 1, 1]
     for axis, count in enumerate(axes):

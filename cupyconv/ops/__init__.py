@@ -1,4 +1,7 @@
-"""A file an operation: signature, docstring, checks -> a problem.  In this order `explain` lists them."""
+"""One file per operation: signature, docstring, and the checks that turn arguments into a problem.
+
+`explain` lists the operations in the order of the imports below.
+"""
 
 from cupyconv.ops import conv, conv_chain, conv_transpose  # noqa: F401
 

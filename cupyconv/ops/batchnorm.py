@@ -1,4 +1,4 @@
-"""`fold_batchnorm`: a batch normalisation as part of the convolution before it."""
+"""`fold_batchnorm`: fold a batch normalization into the convolution before it."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ def fold_batchnorm(
     groups: int = 1,
     transposed: bool = False,
 ) -> tuple[Array, Array]:
-    """Weight and bias of a convolution that includes the batch normalisation that follows it.
+    """Return the weight and bias of a convolution that includes the batch normalization after it.
 
     ``gamma * (conv(x, weight, bias) - mean) / sqrt(var + eps) + beta == conv(x, *fold_batchnorm(...))``
 
     Parameters
     ----------
     weight : array
-        ``(C_out, C_in // groups, *kernel)``, or ``(C_in, C_out // groups, *kernel)`` where `transposed`.
+        ``(C_out, C_in // groups, *kernel)``, or ``(C_in, C_out // groups, *kernel)`` if `transposed`.
     bias : array or None
         ``(C_out,)``.
     mean, var, gamma, beta : array
-        ``(C_out,)``: the running statistics, and the scale and shift (1 and 0 where None).
+        ``(C_out,)``: the running statistics, and the scale and shift (1 and 0 if None).
     eps : float
-        Added to the variance.
+        Value added to the variance.
     groups : int
-        Groups of a transposed convolution, whose outputs are spread over two axes of its weight.
+        Number of groups of a transposed convolution, whose output channels are spread over two axes of its weight.
     transposed : bool
-        Whether the weight is a transposed convolution's.
+        Whether the weight belongs to a transposed convolution.
 
     Returns
     -------
     weight, bias : arrays
-        New arrays in the weight's dtype; 16-bit ones are computed in float32.
+        New arrays in the weight's dtype.  16-bit arrays are computed in float32.
 
     Raises
     ------
     TypeError, ValueError
-        For foreign or mixed arrays, shapes that do not fit and, on NumPy, a variance of ``-eps`` or below, by whose root
-        nothing can be divided.  On CUDA the results are infinite or NaN there: to look at the numbers would wait for the GPU.
+        For foreign or mixed arrays, and for shapes that do not fit.  On NumPy also for a variance of ``-eps`` or below,
+        because its inverse square root does not exist.  On CUDA such a variance gives infinities or NaN, because
+        reading it would wait for the GPU.
 
     Notes
     -----
-    A batch normalisation *before* a convolution, with its activation, is that one's ``prologue``: a scale of
-    ``gamma / sqrt(var + eps)`` and a shift of ``beta - mean * scale``.
+    A batch normalization *before* a convolution, with its activation, is the ``prologue`` of that convolution: its
+    scale is ``gamma / sqrt(var + eps)``, and its shift is ``beta - mean * scale``.
 
     Source: Ioffe and Szegedy, *Batch Normalization* (2015); ONNX ``BatchNormalization`` at inference.
 

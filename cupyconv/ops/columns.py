@@ -1,4 +1,4 @@
-"""`im2col` and `col2im`: a convolution's windows as a matrix, and the adjoint."""
+"""`im2col` and `col2im`: the windows of a convolution as a matrix, and the adjoint."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ def im2col(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """Every window of an image as a column.
+    """Write every window of an image as a column.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C, *spatial)`` with one to three spatial axes; a sequence means the concatenation along C.
-        One sample may come without the axis N; then `kernel_shape` must be a tuple, which tells how many spatial axes
-        there are.
+        ``(N, C, *spatial)`` with one to three spatial axes.  A sequence stands for the concatenation along C.  A single
+        sample may omit the axis N; `kernel_shape` must then be a tuple, whose length is the number of spatial axes.
     kernel_shape : int or tuple of int
-        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
+        Size of the window along each spatial axis.  With an int, the first two axes of `x` are N and C.
     stride, padding, dilation
         As for `conv`; padding is with zeros.
     out : array, optional
-        Of exactly the result's shape and dtype.
+        Array for the result, of exactly its shape and dtype.
 
     Returns
     -------
     array
-        ``(N, C * prod(kernel_shape), pixels)`` in x's dtype: row ``c * prod(kernel_shape) + k`` holds tap
-        ``k`` of channel ``c``, both in C order.
+        ``(N, C * prod(kernel_shape), pixels)`` in the dtype of `x`: row ``c * prod(kernel_shape) + k`` holds tap ``k``
+        of channel ``c``.  Taps and pixels are in C order.
 
     Raises
     ------
@@ -86,19 +85,19 @@ def col2im(
     Parameters
     ----------
     columns : array
-        ``(N, C * prod(kernel_shape), pixels)``; N may be missing.
+        ``(N, C * prod(kernel_shape), pixels)``; the axis N may be omitted.
     spatial_shape : int or tuple of int
-        The image's spatial axes.
+        Spatial shape of the image.
     kernel_shape, stride, padding, dilation
-        As for the `im2col` that is undone.
+        As for the corresponding `im2col`.
     out : array, optional
-        Of exactly the result's shape and dtype.
+        Array for the result, of exactly its shape and dtype.
 
     Returns
     -------
     array
-        ``(N, C, *spatial_shape)`` in the dtype of `columns`: every element is the sum of the entries that
-        `im2col` reads from it.  16-bit sums are kept in float32 and rounded once.
+        ``(N, C, *spatial_shape)`` in the dtype of `columns`.  Every element is the sum of the entries that `im2col`
+        reads from it.  16-bit types accumulate in float32 and are rounded once.
 
     Raises
     ------
@@ -107,8 +106,9 @@ def col2im(
 
     Notes
     -----
-    On CUDA a gather: no atomics, the same bits on every run.  On NumPy 16-bit sums are workspace, of as many
-    channels at a time as the limit has room for, and of one at the least.
+    On CUDA this is a gather without atomics, so every run gives the same bits.  On NumPy, the float32 sums of 16-bit
+    types are workspace.  Their channels are computed in blocks as large as the workspace limit allows, but of at least
+    one channel.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`conv` and `linmerge`: the public functions the library is for."""
+"""`conv` and `linmerge`: convolution and pointwise merge of one or several arrays."""
 
 from __future__ import annotations
 
@@ -42,95 +42,102 @@ def conv(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """Convolution over one, two or three spatial axes, of one array or of several merged.
+    """Convolve one array, or several arrays merged along the channels, over one to three spatial axes.
 
     ``y[n, o, p] = activation(sum over c, k of weight[o, c, k] * x[n, c, p * stride + k * dilation - before]
-    + bias[o] + residual[n, o, p])``.  The kernel is not flipped (cross-correlation, as in deep-learning libraries); for
-    the convolution of SciPy and of mathematics flip it: ``weight[:, :, ::-1, ::-1]``.
+    + bias[o] + residual[n, o, p])``.
+
+    The kernel is not flipped (cross-correlation, as in deep-learning libraries).  For the convolution of SciPy and of
+    mathematics, flip it: ``weight[:, :, ::-1, ::-1]``.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C_in, *spatial)``: samples, channels, and one to three spatial axes.  One sample may come without the
-        axis N: ``x.ndim == weight.ndim - 1``.  A list or tuple of arrays means their concatenation along the
-        channels, which is never built.  Its arrays may be real and complex; they are then all computed as complex.
-        A real `x` with a complex `weight`, or the reverse, stays real and takes half the arithmetic.
+        ``(N, C_in, *spatial)``: samples, channels, and one to three spatial axes.  A single sample may omit the axis N:
+        ``x.ndim == weight.ndim - 1``.  A list or tuple of arrays stands for their concatenation along the channels,
+        which is never built.  Real and complex arrays may be mixed in it; all of them are then computed as complex.  A
+        real `x` with a complex `weight`, or the reverse, stays real, which halves the arithmetic.
     weight : array
-        ``(C_out, C_in // groups, *kernel)``.  A kernel alone is ``kernel[None, None]``: one channel in, one out.
+        ``(C_out, C_in // groups, *kernel)``.  ``kernel[None, None]`` makes a weight of one input and one output channel
+        from a kernel without channel axes.
     bias : array, optional
         ``(C_out,)``.
     stride : int or tuple of int
-        Elements from one window to the next; one int for all spatial axes, or one for each.
+        Distance in elements from one window to the next; one int for all spatial axes, or one per axis.
     dilation : int or tuple of int
-        Elements from one tap of the kernel to the next; likewise.
+        Distance in elements from one tap of the kernel to the next; one int, or one per axis.
     padding : int, tuple or str
-        How many elements are added around `x`: one int for all sides; or for each axis one int or one
-        ``(before, after)`` pair; or a name (a kernel of k taps spans ``dilation * (k - 1) + 1``): ``"valid"`` none;
-        ``"same"`` so many that ``ceil(size / stride)`` results come out, an odd one after (``"same_lower"``: before);
-        ``"full"`` the span less one on each side; ``"causal"`` the same, all before, for one spatial axis.
+        Number of elements added around `x`: one int for all sides; or one int or one ``(before, after)`` pair per axis;
+        or a name.  A kernel of k taps spans ``dilation * (k - 1) + 1`` elements.  ``"valid"`` adds nothing.  ``"same"``
+        adds as many elements as give ``ceil(size / stride)`` results; an odd element goes after (``"same_lower"``:
+        before).  ``"full"`` adds the span less one on each side.  ``"causal"`` adds the span less one before the input
+        only, and is for one spatial axis.
     padding_mode : str
-        What the added elements are: ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``, as
-        in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, its ``"mirror"`` is ``"reflect"``.  Beside a
-        `padding` of 0 another mode than ``"constant"`` would do nothing, and is refused.
+        Value of the added elements: ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``,
+        as in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, and its ``"mirror"`` is ``"reflect"``.  A
+        mode other than ``"constant"`` together with ``padding=0`` has no effect, so it is refused.
     groups : int
-        The channels are split into this many groups, and each is convolved by itself.  ``groups=C_in`` with a weight
-        ``(C_in, 1, *kernel)`` filters every channel by its own kernel.
+        Number of groups that the channels are split into; each group is convolved separately.  ``groups=C_in`` with a
+        weight ``(C_in, 1, *kernel)`` filters every channel with its own kernel.
     activation : str or tuple, optional
-        ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"clip"``, ``"elu"``, ``"sigmoid"``, ``"hard_sigmoid"``, ``"hardswish"``,
-        ``"tanh"``, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"mish"`` or ``"softplus"``; with parameters a tuple,
-        ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``.  The formulas: ``help("cupyconv.problem.activations")``.
+        ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"clip"``, ``"elu"``, ``"sigmoid"``, ``"hard_sigmoid"``,
+        ``"hardswish"``, ``"tanh"``, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"mish"`` or ``"softplus"``.  A tuple
+        passes parameters: ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``.  ``help("cupyconv.problem.activations")`` shows
+        the formulas.
     residual : array, optional
-        Of exactly the result's shape, added before the activation.
+        Array of exactly the result's shape, added before the activation.
     prologue : tuple (scale, shift, activation), optional
-        Each input element is taken as ``activation(scale[c] * x[n, c, p] + shift[c])``, computed as it is loaded:
-        a batch normalisation and an activation before the convolution, without a copy.  `scale` and `shift` are
-        arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Zero padding comes
-        after it and stays zero; the elements that another `padding_mode` repeats are transformed.
+        Transforms each input element as it is loaded: ``activation(scale[c] * x[n, c, p] + shift[c])``.  This fuses a
+        batch normalization and an activation before the convolution, without a copy.  `scale` and `shift` are arrays
+        ``(C,)`` over all channels of the merged inputs; each of the three entries may be None.  Zero padding is applied
+        after the prologue and stays zero.  Elements that another `padding_mode` repeats are transformed.
     method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product), ``"implicit_gemm"`` (CUDA: the product
-        without columns), ``"winograd"`` (NumPy) or ``"fft"``: fewer products of transformed data, with the errors
-        that `options` names; a method that does not apply is refused, never replaced.
+        ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a matrix product), ``"implicit_gemm"`` (CUDA: the matrix
+        product without stored columns), ``"winograd"`` (NumPy) or ``"fft"``.  The last two transform the data to need
+        fewer products; `options` documents their rounding errors.  A method that does not apply raises an error; it is
+        never replaced by another.
     out : array, optional
-        Of exactly the result's shape and dtype, any strides that do not overlap; may be `residual`,
-        may not otherwise share memory with an argument.  A call that is refused leaves it as it was; one that is
-        interrupted, or runs out of memory, may leave it half written, and `residual` lost where they are one.
+        Array for the result, of exactly its shape and dtype, with any strides that do not overlap.  It may be
+        `residual`, but may not otherwise share memory with an argument.  A call that is refused leaves it unchanged.  A
+        call that is interrupted or runs out of memory may leave it partly written; if `out` is `residual`, the residual
+        is then lost.
 
     Returns
     -------
     array
-        ``(N, C_out, *out_spatial)`` in ``result_type(*x, weight)``: float16, bfloat16, float32, float64,
-        complex64 or complex128.  16-bit sums are kept in float32 and rounded once.  Channels-last where
-        every `x` is, else C order.
+        ``(N, C_out, *out_spatial)`` in ``result_type(*x, weight)``: float16, bfloat16, float32, float64, complex64 or
+        complex128.  16-bit types accumulate in float32 and are rounded once.  The result is channels-last if every `x`
+        is, otherwise in C order.
 
     Raises
     ------
     TypeError
-        For integer or foreign arrays, NumPy and CuPy mixed, a cast that would drop imaginary parts, a
-        complex result with an activation, before or after, or an `out` of another dtype.
+        For integer or foreign arrays, NumPy and CuPy arrays mixed, a cast that would drop imaginary parts, an
+        activation (also that of the prologue) of a complex result, or an `out` of another dtype.
     ValueError
-        For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an
-        argument, or a method that cannot do the problem.
+        For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an argument, or a
+        method that cannot compute the problem.
     RuntimeError
-        While a CUDA graph is captured, for a call that takes workspace or calls cuBLAS.
+        During the capture of a CUDA graph, for a call that needs workspace or calls cuBLAS.
 
     See Also
     --------
     linmerge : 1x1 kernels over any number of spatial axes.
     vjp : the result, and its gradients.
-    explain : what a call would run.
+    explain : the plan of a call, without running it.
 
     Notes
     -----
-    A prologue is computed in the precision of the sums (float32 for 16-bit types) and never changes the result's dtype.
-    For 16-bit types on CUDA, ``"gemm"`` and ``"implicit_gemm"`` round a transformed element to its type once, because
-    their products take 16-bit elements.  With a prologue ``"gemm"`` always writes columns, for 1x1 kernels too.
+    A prologue is computed in the precision of the accumulator (float32 for 16-bit types) and never changes the result's
+    dtype.  On CUDA, ``"gemm"`` and ``"implicit_gemm"`` round a transformed 16-bit element to its type once, because
+    their matrix products read 16-bit elements.  With a prologue, ``"gemm"`` always writes columns, for 1x1 kernels too.
 
-    On CUDA nothing waits for the GPU: the work is put on the current stream.  A call with `out` whose plan has neither
-    workspace nor a GEMM can be captured in a CUDA graph, after a first such call outside it.  With
-    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range, where CuPy has NVTX.
+    On CUDA the call does not wait for the GPU: it enqueues its work on the current stream.  A call with `out` whose
+    plan has neither workspace nor a GEMM can be captured in a CUDA graph, after one such call outside the capture.  If
+    the environment sets ``CUPYCONV_NVTX=1`` and CuPy has NVTX, each call is an NVTX range.
 
-    Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014), for
-    columns and products.
+    Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
+    for columns and matrix products.
 
     Examples
     --------
@@ -141,13 +148,13 @@ def conv(
     >>> y.shape, float(y[0, 0, 4, 4])
     ((1, 16, 8, 8), 72.0)
 
-    A picture and a kernel as SciPy has them:
+    An image and a kernel in SciPy's layout, without axes for samples and channels:
 
     >>> picture, kernel = np.ones((120, 160)), np.ones((5, 5)) / 25
     >>> cupyconv.conv(picture[None], kernel[None, None], padding="same", padding_mode="symmetric")[0].shape
     (120, 160)
     """
-    return CONV(locals())  # every argument by its name: see `Operation.__call__`
+    return CONV(locals())  # all arguments by name: see `Operation.__call__`
 
 
 def linmerge(
@@ -170,8 +177,8 @@ def linmerge(
     Parameters
     ----------
     xs : sequence of arrays, or array
-        Each ``(N, C_i, *spatial)`` with any number of spatial axes, equal in all but the channels.  The axis of samples
-        N is always there: ``array[None]`` for one sample.
+        Arrays ``(N, C_i, *spatial)`` with any number of spatial axes; their shapes agree in all axes but the channels.
+        The axis N of samples is required: use ``array[None]`` for one sample.
     weight : array
         ``(C_out, C_0 + C_1 + ...)``.
     bias, activation, residual, prologue, method, out
@@ -180,7 +187,7 @@ def linmerge(
     Returns
     -------
     array
-        ``(N, C_out, *spatial)``, dtype and order as for `conv`.
+        ``(N, C_out, *spatial)``, with dtype and memory order as for `conv`.
 
     Raises
     ------
@@ -189,8 +196,8 @@ def linmerge(
 
     Notes
     -----
-    On CUDA few channels are one kernel that reads every input once and writes the result once; many are
-    one GEMM per input, accumulating.  `explain` says which, and why.
+    On CUDA, few channels run as one kernel that reads every input once and writes the result once.  Many channels run
+    as one accumulating GEMM per input.  `explain` says which is chosen, and why.
 
     Examples
     --------
@@ -204,7 +211,7 @@ def linmerge(
     return LINMERGE(locals())
 
 
-#: What is said of a convolution's geometry, and what else is said of it beside its arrays.
+#: The settings that define a convolution's geometry (`WINDOWS`), and its remaining settings (`_HOW`).
 WINDOWS = ("stride", "padding", "padding_mode", "dilation", "groups")
 _HOW = ("activation", "prologue_activation", "method")
 
@@ -234,7 +241,7 @@ _NO_PROLOGUE = (None, None, None)
 
 
 def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with the prologue in its three parts, each None where it is absent."""
+    """Replace the prologue among the arguments by its three parts, each None if it is absent."""
     prologue = arguments["prologue"]
     parts = _NO_PROLOGUE if prologue is None else prologue_parts(prologue)
     arguments["scale"], arguments["shift"], arguments["prologue_activation"] = parts
@@ -242,7 +249,7 @@ def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def prologue_parts(prologue: Any) -> tuple[Any, Any, Any]:
-    """Scale, shift and activation, each None where it is absent."""
+    """Return scale, shift and activation, each None if it is absent."""
     parts = _NO_PROLOGUE if prologue is None else prologue
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"prologue must be None or a tuple (scale, shift, activation), given {prologue!r}")
@@ -266,10 +273,10 @@ def _conv_call(
     saving: bool,
     how: Mapping[str, Any],
 ) -> CheckedCall:
-    """The common part of `conv` and `linmerge`: everything but the geometry.
+    """The part that `conv` and `linmerge` share: everything but the geometry.
 
-    Where `saving`, the results are a list, whose last is what the derivative of the activation is worked out
-    from: the one result, or the pre-activation beside it.
+    If `saving`, the call returns a list.  Its last entry is the array from which a pullback computes the derivative of
+    the activation: the result itself, or else the pre-activation.
     """
     problem, results = conv_problem(arguments, axes, inputs, geometry, spatial, saving=saving, **how)
     images = frozenset((*inputs, "residual", "out", "pre"))
@@ -290,9 +297,10 @@ def conv_problem(
     prologue_activation: Any = None,
     method: str = "auto",
 ) -> tuple[ConvProblem, tuple[Result, ...]]:
-    """A convolution of these images, arguments or results of layers before it, and its results.
+    """The problem of one convolution, and its results.
 
-    `layer` is what stands behind the names of its other arguments, ``[0]`` of a chain's first; `out` is its result's.
+    `images` holds the inputs: arguments of the call, or results of earlier layers.  `layer` is the suffix of the names
+    of its other arguments, such as ``[0]`` for the first layer of a chain; `out` is the name of its result.
     """
     weight_name, bias, residual = f"weight{layer}", f"bias{layer}", f"residual{layer}"
     weight = arguments[weight_name]
@@ -332,7 +340,7 @@ def conv_problem(
 
 
 def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activation: Any, layer: str = "") -> Prologue:
-    """The prologue of inputs of so many merged channels, computed in `x_dtype`, as planning sees it."""
+    """Check a prologue of `channels` merged channels, computed in `x_dtype`, and describe it for planning."""
     resolved = resolve_activation(activation)
     vectors = {}
     for vector in ("scale", "shift"):

@@ -1,4 +1,4 @@
-"""`conv_chain`: convolutions one after the other, whose intermediate results need not be stored."""
+"""`conv_chain`: consecutive convolutions, whose intermediate results need not be stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLik
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvLayer:
-    """One convolution of a `conv_chain`: the arguments of `conv` but for `x`, which is the layer's before.
+    """One convolution of a `conv_chain`: the arguments of `conv` except `x`, which is the previous layer's result.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ class ConvLayer:
     stride, padding, padding_mode, dilation, groups, activation, prologue
         As for `conv`.
     residual : array, optional
-        Of exactly the shape of this layer's result, added before the activation.
+        Array of exactly the shape of this layer's result, added before the activation.
 
     Raises
     ------
     TypeError, ValueError
-        As for `conv`, as the layer is made: for all that no `x` is needed to see.
+        As for `conv`.  The constructor raises every error that can be found without `x`.
 
     Examples
     --------
@@ -91,21 +91,23 @@ class ConvLayer:
             activation_for(activation, arguments["weight"].dtype)
 
     def packed(self) -> ConvLayer:
-        """The layer with a copy of its weight that is its own, of which calls keep what they make of it.
+        """Return the layer with its own copy of the weight, for which calls cache derived forms.
 
-        That is the weight in the order in which a kernel or a product reads it, and on NumPy what Winograd's method makes of
-        it; of a layer at most 16 MiB there.
-        The first call with images of a kind makes it, and waits until it is done; later ones, in any stream or thread
-        and in graphs that are captured after it, find it.  It lives as long as the layer, beside the limit on workspace.
-        On CUDA `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
+        The forms are the weight in the order in which a kernel or a matrix product reads it and, on NumPy, the weight
+        transformed for Winograd's method.  On NumPy, forms of more than 16 MiB per layer are not cached.  The first
+        call with a new kind of images computes a form and waits until it is complete.  Later calls reuse it, in any
+        stream or thread and in CUDA graphs that are captured afterwards.  A form lives as long as the layer and does
+        not count against the workspace limit.  On CUDA, `explain` reports its size.  A few forms are cached per layer,
+        for images that are read in different ways.
 
-        What is done to the layer's own weight is not seen by the packed one: pack it again.  The elements of its copy
-        must stay as they are; NumPy's are read-only.  What `pickle` or `copy.deepcopy` makes of a packed layer is not packed.
+        Changes to the original weight do not reach the packed layer: pack it again.  The elements of the copy must not
+        change; on NumPy the copy is read-only.  A packed layer that passes through `pickle` or `copy.deepcopy` is no
+        longer packed.
 
         Returns
         -------
         ConvLayer
-            With everything else as it is; itself where it is packed.
+            The packed layer, otherwise equal to this one; or this layer itself if it is packed already.
 
         Examples
         --------
@@ -122,11 +124,11 @@ class ConvLayer:
 
     @property
     def is_packed(self) -> bool:
-        """Whether calls keep what they make of the weight."""
+        """Whether calls cache derived forms of the weight."""
         return forms_of(self.weight) is not None
 
     def __repr__(self) -> str:
-        """One line: arrays by dtype and shape, and what differs from the defaults."""
+        """One line: arrays by dtype and shape, and the settings that differ from the defaults."""
 
         def words(value: Any) -> str:
             if isinstance(value, (tuple, list)):
@@ -142,13 +144,13 @@ class ConvLayer:
         return f"ConvLayer({', '.join([words(self.weight), *changed, *['packed'] * self.is_packed])})"
 
 
-#: That of `__init__`, not of `__new__`.
+#: The signature of `__init__`, not of `__new__`.
 ConvLayer.__signature__ = Signature(list(signature(ConvLayer.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
 _DEFAULTS = {field.name: field.default for field in fields(ConvLayer) if field.name != "_"}
 
 
 def _on_a_large_image(weight_shape: tuple[int, ...], windows: dict[str, Any]) -> ConvGeometry:
-    """The geometry of a layer on an image in which everything that may fit does; it refuses what never does."""
+    """The geometry of a layer on an image that is large enough for every kernel; raise for settings that never fit."""
     rank = len(weight_shape) - 2
     channels = prod(weight_shape[1:2]) * positive("groups", windows["groups"])
     return conv_geometry({"x": (1, channels, *(1 << 62,) * rank)}, weight_shape, batched=True, **windows)
@@ -162,50 +164,53 @@ def conv_chain(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """Convolutions one after the other; where it is faster, the images between them are not stored.
+    """Compute consecutive convolutions; intermediate images are not stored if that is faster.
 
-    The result is that of calling `conv` for each layer with the result of the one before, non-finite values and
-    padding included: an intermediate image too is padded with zeros, not continued beyond its edge.
+    The result equals that of calling `conv` for each layer with the previous result, including non-finite values and
+    padding: an intermediate image is also padded with zeros, not continued beyond its edge.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        As for `conv`: ``(N, C_in, *spatial)``, N may be missing; a list or tuple is a merge.
+        As for `conv`: ``(N, C_in, *spatial)``.  The axis N may be omitted, and a list or tuple of arrays is merged
+        along the channels.
     layers : sequence of ConvLayer
-        At least one.
+        At least one layer.
     fuse : "auto", True or False
-        ``"auto"`` fuses layers where a model of the processor predicts a gain.  ``True`` fuses as many as
-        can be, or is refused with the reason where none can.  ``False`` runs them one by one, with at most
+        ``"auto"`` fuses layers if a model of the processor predicts a gain.  ``True`` fuses as many layers as possible,
+        and raises an error with the reason if none can be fused.  ``False`` runs the layers one by one, with at most
         two intermediate images in memory.
     out : array, optional
-        As for `conv`; may be the last layer's residual.
+        As for `conv`; it may be the residual of the last layer.
 
     Returns
     -------
     array
-        The last layer's result, with the dtype and order that calling `conv` in turn would give.
+        The last layer's result, with the dtype and memory order that consecutive calls of `conv` give.
 
     Raises
     ------
     TypeError, ValueError
-        As for `conv`, naming the layer; for layers that are no sequence of `ConvLayer`, or another `fuse`.
+        As for `conv`, with the layer in the message; also if `layers` is not a sequence of `ConvLayer`, or for another
+        value of `fuse`.
 
     See Also
     --------
-    explain : what a chain would run: fused or not, both costs by the model, and why.
+    explain : the plan of a chain: fused or not, both estimated costs, and the reason.
 
     Notes
     -----
-    On CUDA two neighbouring layers become one kernel.  It keeps a tile of the image between them in shared memory; the
-    pixels around a tile that two tiles need are computed twice.  Longer chains run in the best pairs.  A 16-bit
-    intermediate image that a fused kernel keeps in a wider type is not rounded.
+    On CUDA, two neighboring layers become one kernel, which holds a tile of the intermediate image in shared memory.
+    Pixels in the halo of two tiles are computed twice.  Longer chains run in the best pairs.  If a fused kernel holds
+    a 16-bit intermediate image in a wider type, that image is not rounded.
 
-    On NumPy a few rows at a time go through all layers while they are in cache, where by the model their many small
-    calls of NumPy take less than the images' way to memory and back.  Rows that the next ones need too are kept, so that
-    no thread computes a row twice.  Unfused, each layer runs as `conv` would run it.
+    On NumPy, a few rows at a time pass through all layers while they are in cache.  This costs many small NumPy calls.
+    It is chosen if, by the cost model, their overhead is less than the time to move the images to memory and back.
+    Rows that the next rows also need are retained, so no thread computes a row twice.  Unfused, each layer runs as
+    `conv` would run it.
 
-    Intermediate images that are stored count against ``workspace_limit``: then the samples are computed in chunks.
-    Where one sample alone needs more, the limit is exceeded, and `explain` says so.
+    Stored intermediate images count against ``workspace_limit``; if they do not fit, the samples are computed in
+    chunks.  If a single sample needs more than the limit, the limit is exceeded, and `explain` reports it.
 
     Source: Alwani et al., *Fused-Layer CNN Accelerators* (2016).
 
@@ -223,12 +228,12 @@ def conv_chain(
     return CONV_CHAIN(locals())
 
 
-#: Arrays that a layer may have beside its weight, each with the names of the arguments that say what there is of it.
+#: The optional arrays of a layer, each mapped to the argument that holds those arrays of all layers.
 _OPTIONAL = {"bias": "biases", "residual": "residuals", "scale": "scales", "shift": "shifts"}
 
 
 def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with the layers taken apart: all arrays of a kind together, or None where no layer has any."""
+    """Replace the layers among the arguments by their arrays, grouped by kind; a kind that no layer has is None."""
     layers = arguments["layers"]
     if not isinstance(layers, (list, tuple)):
         hint = ": put it in a list" if isinstance(layers, ConvLayer) else ""
@@ -255,17 +260,17 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Apart(NamedTuple):
-    """A layer taken apart: its arrays, those of `_OPTIONAL` that it lacks being None, and what it says beside them."""
+    """The parts of a layer: its arrays (an absent one of `_OPTIONAL` is None) and its other settings."""
 
     weight: Any
     optional: tuple[Any, ...]
     said: tuple[Any, ...]
 
 
-#: Chains of which what they say is kept, so that the next call finds the very same objects.
+#: Number of chains whose settings are cached, so that the next call finds the identical objects.
 KEPT = 64
 _LAYERS: WeakKeyDictionary[ConvLayer, _Apart] = WeakKeyDictionary()
-#: By the identities of what each layer says: all of that, and which layers have which arrays.
+#: Maps the identities of the layers' settings to these settings, and to which layers have which optional arrays.
 _CHAINS: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]] = {}
 
 
@@ -275,7 +280,7 @@ def _apart(layer: ConvLayer) -> _Apart:
         scale, shift, activation = prologue_parts(layer.prologue)
         said = *(getattr(layer, name) for name in WINDOWS), layer.activation, activation, layer.is_packed
         known = _Apart(layer.weight, (layer.bias, layer.residual, scale, shift), said)
-        if not isinstance(layer.prologue, list):  # whose entries may change
+        if not isinstance(layer.prologue, list):  # the entries of a list may change
             _LAYERS[layer] = known
     return known
 
@@ -283,7 +288,10 @@ def _apart(layer: ConvLayer) -> _Apart:
 def check_conv_chain(
     given: Arrays, *, on: str | None = None, said: Sequence[tuple[Any, ...]], having: Sequence[Sequence[int]], fuse: Any
 ) -> CheckedCall:
-    """Check a chain whose layers are taken apart; `having` numbers, for each array of `_OPTIONAL`, those that have one."""
+    """Check the arguments of a chain, given the parts of its layers.
+
+    `having` lists, for each kind of array in `_OPTIONAL`, the numbers of the layers that have one.
+    """
     if not (isinstance(fuse, bool) or (isinstance(fuse, str) and fuse == "auto")):
         raise ValueError(f"fuse must be 'auto', True or False, given {fuse!r}")
     inputs, weights = named_inputs("x", given["x"]), given["weights"]
@@ -308,7 +316,7 @@ def check_conv_chain(
             geometry = conv_geometry(
                 shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(WINDOWS, windows))
             )
-            # Asked here for errors that name the layer.
+            # Checked here, so that the error names the layer.
             activation_for(activation, promote({**images, f"weight[{i}]": weights[i]}))
         except (TypeError, ValueError) as error:
             raise type(error)(f"layers[{i}]: {error}") from None
@@ -318,7 +326,7 @@ def check_conv_chain(
             arguments, axes, images, geometry, spatial, layer=f"[{i}]", out=out, activation=activation,
             prologue_activation=prologue_activation,
         )  # fmt: skip
-        # The limit is the chain's.
+        # The workspace limit belongs to the chain, not to its layers.
         problems.append(replace(problem, workspace_limit=None, weight_is_constant=is_packed))
         images = {out: result}
     chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)

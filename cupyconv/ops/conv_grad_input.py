@@ -1,4 +1,4 @@
-"""`conv_grad_input`: what reaches the input of a convolution from its result."""
+"""`conv_grad_input`: the gradient of a convolution with respect to its input."""
 
 from __future__ import annotations
 
@@ -27,47 +27,50 @@ def conv_grad_input(
     out: Array | Sequence[Array] | None = None,
     **foreign: Never,
 ) -> ArrayOrList:
-    """The gradient of a convolution with respect to its input, or to each of its merged inputs.
+    """Gradient of a convolution with respect to its input, or to each of its merged inputs.
 
     ``gx[n, c, i] = sum over o, k, p with element(p * stride + k * dilation - before) = i of
-    conj(weight[o, c, k]) * grad[n, o, p]``, where padding that is not zeros is the element it was copied
-    from: the adjoint of ``conv(x, weight, ...)``, linear in `x`.
+    conj(weight[o, c, k]) * grad[n, o, p]``
+
+    Here ``element`` maps a padded position to the element it was copied from, if the padding is not zeros.  This is the
+    adjoint of ``conv(x, weight, ...)`` as a linear map of `x`.
 
     Parameters
     ----------
     grad : array
-        Of the shape of the convolution's result, ``(N, C_out, *out_spatial)``; N is missing where it is in
-        `input_shape`.
+        Array of the shape of the convolution's result, ``(N, C_out, *out_spatial)``, without N if `input_shape` has no
+        N.
     weight : array
-        The convolution's, ``(C_out, C_in // groups, *kernel)``; a complex one is conjugated.
-    input_shape : tuple of int, or sequence of them
-        The shape of the convolution's input; for merged inputs one each, in their order.
+        Weight of the convolution, ``(C_out, C_in // groups, *kernel)``; a complex weight is conjugated.
+    input_shape : tuple of int, or sequence of tuples
+        Shape of the convolution's input; for merged inputs, a sequence with the shape of each input in order.
     stride, padding, padding_mode, dilation, groups, method
-        The convolution's, as for `conv`.
+        Settings of the convolution, as for `conv`.
     out : array or list of arrays, optional
-        Of exactly the results' shapes and dtype, any strides that do not overlap; a list for a list of shapes.
+        Array for the result, of exactly its shape and dtype, with any strides that do not overlap.  A sequence of
+        shapes needs a list of arrays.
 
     Returns
     -------
     array or list of arrays
-        Of `input_shape`, in ``result_type(grad, weight)``; a list exactly where `input_shape` is a sequence
-        of shapes, each written where it lies.  16-bit sums are kept in float32 and rounded once.
-        Channels-last where `grad` is, else C order.  For a real input and a complex weight the gradient
-        is the real part of this.
+        Array of shape `input_shape`, in ``result_type(grad, weight)``.  The result is a list if and only if
+        `input_shape` is a sequence of shapes; each input's gradient is written directly into its own array.  16-bit
+        types accumulate in float32 and are rounded once.  The result is channels-last if `grad` is, otherwise in C
+        order.  The gradient of a real input with a complex weight is the real part of this result.
 
     Raises
     ------
     TypeError, ValueError
-        As for `conv`; ValueError for a `grad` whose shape is not the result's.
+        As for `conv`; ValueError also if the shape of `grad` is not that of the convolution's result.
 
     See Also
     --------
-    conv_transpose : the same sum as a layer, without the conjugate.
+    conv_transpose : the same sum as a layer, without the conjugation.
 
     Notes
     -----
-    On NumPy products are added where they belong, in blocks that stay in cache; on CUDA every element
-    gathers what reaches it.  No atomics: the same bits on every run.
+    On NumPy, the products are accumulated into the result in blocks that stay in cache.  On CUDA, every element gathers
+    its contributions.  There are no atomics, so every run gives the same bits.
 
     Examples
     --------
@@ -104,7 +107,7 @@ CONV_GRAD_INPUT = Operation(conv_grad_input, check_conv_grad_input, ("grad", "we
 
 
 def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """The shape of each input by name, and whether they were given as a list."""
+    """Return the shape of each input by name, and whether the shapes were given as a list."""
     if not isinstance(input_shape, (tuple, list)):
         given = "an array: its shape is needed" if hasattr(input_shape, "shape") else repr(input_shape)
         raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {given}")
@@ -120,7 +123,7 @@ def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
 
 
 def _named_outs(out: Any, count: int, listed: bool) -> dict[str, Any]:
-    """The arrays for the results by name: one, or one each of a list; none where nothing was given."""
+    """Return the arrays for the results by name: one array, one per shape of a list, or none if `out` is None."""
     if out is None:
         return {}
     if not listed:

@@ -37,47 +37,48 @@ def conv_grad_weight(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """Gradient of a scalar with respect to the weight of `conv`, from that with respect to its result.
+    """Gradient of a convolution with respect to its weight, from the gradient of its result.
 
-    ``out[o, c, k] = sum over n, p of grad[n, o, p] * conj(x[n, c, p * stride + k * dilation - before])``: the
+    ``out[o, c, k] = sum over n, p of grad[n, o, p] * conj(x[n, c, p * stride + k * dilation - before])``.  This is the
     adjoint of `conv` as a linear map of its weight.
 
     Parameters
     ----------
     grad : array
-        Of the shape of `conv`'s result, ``(N, C_out, *out_spatial)``, before any activation.
+        Array of the shape of `conv`'s result, ``(N, C_out, *out_spatial)``: the gradient before any activation.
     x : array or sequence of arrays
-        The input or inputs of that convolution; the weight has one gradient, over all of their channels.
+        Input or inputs of that convolution.  The weight has one gradient over the channels of all inputs.
     kernel_shape : int or tuple of int
-        The kernel's size along each spatial axis, as for `im2col`.
+        Size of the kernel along each spatial axis, as for `im2col`.
     stride, padding, padding_mode, dilation, groups
-        Those of the convolution, as for `conv`.
+        Settings of the convolution, as for `conv`.
     method : str
-        ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, of channels-last images in 16 bits or float32) or
-        ``"winograd"`` (NumPy) or ``"fft"``; a method that does not apply is refused, never replaced.
+        ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, for channels-last images in 16 bits or
+        float32), ``"winograd"`` (NumPy) or ``"fft"``.  A method that does not apply raises an error; it is never
+        replaced by another.
     out : array, optional
-        Of exactly the result's shape and dtype, any strides that do not overlap.
+        Array for the result, of exactly its shape and dtype, with any strides that do not overlap.
 
     Returns
     -------
     array
-        ``(C_out, C_in // groups, *kernel_shape)`` in ``result_type(grad, *x)``, C order.  16-bit sums are kept in
-        float32 and rounded once; an empty batch gives zeros.
+        ``(C_out, C_in // groups, *kernel_shape)`` in ``result_type(grad, *x)``, in C order.  16-bit types accumulate in
+        float32 and are rounded once.  An empty batch gives zeros.
 
     Raises
     ------
     TypeError, ValueError
-        As for `conv`; ValueError for a `grad` whose shape is not the result's.
+        As for `conv`; ValueError also if the shape of `grad` is not that of the convolution's result.
 
     See Also
     --------
     conv : the convolution.
 
-    Notes
-    -----
-    A product of ``grad`` with the transposed columns of ``x``, for each chunk of samples, or columns never stored.  The order of
-    summation depends on nothing but layouts, options, device and thread count: repeated calls give the same
-    bits.  Source: Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014).
+    Notes ----- The gradient is a product of ``grad`` with the transposed columns of ``x``, computed per chunk of
+    samples; some methods never store the columns.  The order of summation depends only on layouts, options, device and
+    thread count: repeated calls give the same bits.
+
+    Source: Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014).
 
     Examples
     --------
@@ -98,7 +99,7 @@ def check_conv_grad_weight(
     prologue_activation: Any = None,
     **windows: Any,
 ) -> CheckedCall:
-    """Check the arguments of `conv_grad_weight`, with those of a prologue where a pullback has one."""
+    """Check the arguments of `conv_grad_weight`, and of the prologue that a pullback may add."""
     inputs, arrays = merged_inputs(given, "x", "grad")
     arguments = Arguments.of(arrays, on)
     grad = arguments["grad"]
@@ -128,7 +129,7 @@ def check_conv_grad_weight(
 
 
 CONV_GRAD_WEIGHT = Operation(conv_grad_weight, check_conv_grad_weight, ("grad", "x", "out"))
-#: The gradient from inputs that a prologue transforms: what a pullback needs.
+#: The weight gradient from inputs that a prologue transforms, used by pullbacks.
 TRANSFORMED_GRAD_WEIGHT = Operation(
     None,
     check_conv_grad_weight,

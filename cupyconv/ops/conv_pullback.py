@@ -1,4 +1,4 @@
-"""`conv` and `linmerge` with their pullbacks: the map from the gradient of a result to those of the arguments.
+"""`conv` and `linmerge` with their pullbacks: maps from the result's gradient to the gradients of the arguments.
 
 ::
 
@@ -6,10 +6,10 @@
     backward     x, weight <--linear--  dz = grad * f'(z)  <-------------- grad
                  bias     <-- sums of dz's channels;   residual <-- dz
 
-The way back through the activation and the sums for the bias are one pass; what is linear goes back through
-the public gradient functions.  A prologue stands before all of this: the gradient of the transformed input is taken
-back through it in one more pass, which transforms the input anew, and the weight's gradient is of the transformed
-input, transformed as it is read.
+One pass computes both the gradient before the activation and the channel sums for the bias.  The public gradient
+functions compute the linear part.  If there is a prologue, one more pass takes the gradient of the transformed input
+back through it, and transforms the input again for this.  The weight's gradient is that of the transformed input, which
+is transformed as it is read.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from cupyconv.typing import Array, ArrayOrList
 
 
 class ConvGradients(NamedTuple):
-    """What a pullback returns: one gradient for each argument, of its shape and dtype.
+    """Gradients that a pullback returns: one per argument, with the argument's shape and dtype.
 
     Attributes
     ----------
     x : array or list of arrays
-        The gradient of the input; a list exactly where that was a sequence.
+        Gradient of the input; a list if and only if the input was a sequence.
     weight, bias, residual : array or None
-        None where the argument is absent or `needs` leaves it out.
+        Gradients of these arguments; None if the argument is absent or `needs` omits it.
     scale, shift : array or None
-        The gradients of the prologue's arrays.
+        Gradients of the prologue's arrays.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class ConvGradients(NamedTuple):
     ('x', 'weight', 'bias', 'residual', 'scale', 'shift')
     """
 
-    # None is not in the types: whoever gave an argument knows that its gradient is there.
+    # None is not in the types: the caller of a function with an argument knows that its gradient exists.
     x: ArrayOrList = None
     weight: Array = None
     bias: Array = None
@@ -63,15 +63,17 @@ _AnyPullback = TypeVar("_AnyPullback", bound=Callable[..., Any])
 
 
 def holding(pullback: _AnyPullback, arrays: Iterable[Any]) -> _AnyPullback:
-    """The pullback, with its attribute `holds`: the arrays it will read, of those that were given to the function or that
-    this returned.  By it the functions for PyTorch know what must not be changed before the backward pass."""
+    """Return the pullback with the attribute `holds`: the arguments and results that it will read.
+
+    The functions for PyTorch use it to know which arrays must not change before the backward pass.
+    """
     pullback.__dict__["holds"] = tuple(arrays)
-    pullback.__qualname__ = "pullback"  # as Python's errors name it
+    pullback.__qualname__ = "pullback"  # Python's errors show this name
     return pullback
 
 
 def conv_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
-    """The result of `conv` with these arguments, and its pullback."""
+    """Return the result of `conv` with these arguments, and its pullback."""
     results = CONV(arguments, saving=True)
     weight, windows = arguments["weight"], {name: arguments[name] for name in WINDOWS}
     inputs, listed = listed_inputs(arguments["x"])
@@ -89,7 +91,7 @@ def conv_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
 
 
 def linmerge_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
-    """The result of `linmerge` with these arguments, and its pullback."""
+    """Return the result of `linmerge` with these arguments, and its pullback."""
     results = LINMERGE(arguments, saving=True)
     inputs, listed = listed_inputs(arguments["xs"])
     rank = inputs[0].ndim - 2
@@ -99,7 +101,7 @@ def linmerge_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
     windows = {"stride": 1, "padding": 0, "padding_mode": "constant", "dilation": 1, "groups": 1}
 
     def flat(image: Any) -> Any:
-        """With one spatial axis: the order of pixels means nothing to a merge."""
+        """The image with one spatial axis: the result of a merge does not depend on the order of pixels."""
         if collapsed_stride(image.shape[2:], image.strides[2:]) is None:
             image = backend.converted(image, image.dtype)
         return image.reshape(*image.shape[:2], prod(image.shape[2:]))
@@ -125,10 +127,10 @@ def pullback_of(
     epilogue: EpilogueBackward,
     prologue: _PrologueBackward | None = None,
 ) -> Pullback:
-    """The pullback of what is linear in `inputs` and the weight between its prologue and its epilogue.
+    """The pullback of a function that is linear in `inputs` and the weight between its prologue and its epilogue.
 
-    `to_x` and `to_weight` take the gradient before the epilogue to those of the transformed inputs and of the weight,
-    in y's dtype.  That of bias and residual is kept.
+    `to_x` and `to_weight` map the gradient before the epilogue to the gradients of the transformed inputs and of the
+    weight, in the dtype of y.  The pullback retains only the dtypes of bias and residual.
     """
     weight, x_dtypes = arguments["weight"], [image.dtype for image in inputs]
     others = {name: arguments.get(name) for name in ConvGradients._fields if name != "x"}
@@ -136,7 +138,7 @@ def pullback_of(
     given = frozenset(("x", *dtypes))
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
-        """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
+        """Gradients of the arguments named in `needs`, or of all, from the gradient of the result."""
         wanted = needed_names(needs) & given
         backend = Arguments.of({"weight": weight, "grad": grad}, None).backend
         callers = backend.plain(grad)
@@ -168,9 +170,10 @@ def pullback_of(
 
 
 class EpilogueBackward:
-    """The way back through activation, bias and residual: what it needs to know of the forward pass.
+    """The backward pass through activation, bias and residual, with the arrays it needs from the forward pass.
 
-    `results` are those of a call that saves: y first, and last what the derivative is worked out from.
+    `results` are those of a call with ``saving=True``: y comes first, and the array that determines the activation's
+    derivative last.
     """
 
     def __init__(self, results: Sequence[Any], activation: Any, spatial: int) -> None:
@@ -180,7 +183,7 @@ class EpilogueBackward:
         self._settings = {"spatial": spatial, "activation": activation}
 
     def __call__(self, grad: Any, *, through: bool, sums: bool) -> tuple[Any, Any]:
-        """The gradient before the activation, and the sum of each of its channels, as far as they are asked for."""
+        """Return the gradient before the activation (if `through`) and its channel sums (if `sums`)."""
         unchanged = self.saved is None
         asked = {"through": through and not unchanged, "sums": sums}
         if not any(asked.values()):
@@ -189,7 +192,7 @@ class EpilogueBackward:
         return results[0] if asked["through"] else grad, results[-1]
 
     def copy(self, grad: Any, backend: Backend) -> Any:
-        """In memory of its own, channels-last where `grad` is."""
+        """Return a copy of `grad` with its own memory, channels-last if `grad` is."""
         axes = Axes(grad.ndim == self._spatial + 2, self._spatial)
         shape, order = axes.result("residual", tuple(grad.shape), grad.dtype, [grad]).memory
         with backend.current():
@@ -200,22 +203,24 @@ class EpilogueBackward:
 
 
 class _PrologueBackward:
-    """The way back through a prologue, which needs its inputs again.
+    """The backward pass through a prologue; it reads the inputs again.
 
-    `arguments` are the call's, with the prologue unpacked.
+    `arguments` are those of the call, with the prologue unpacked.
     """
 
     def __init__(self, x: tuple[Any, ...], arguments: Arrays, spatial: int) -> None:
         self.scale, self.shift = arguments["scale"], arguments["shift"]
         self._activation = activation = arguments["prologue_activation"]
         self._spatial = spatial
-        #: Whether the gradient of `x` is another one than that of the transformed `x`.
+        #: Whether the gradient of `x` differs from the gradient of the transformed `x`.
         self.changes_x = self.scale is not None or bool(resolve_activation(activation))
         self._x = x if self.changes_x or self.shift is not None else ()
 
     def __call__(self, grads: list[Any], *, through: bool, sums: bool, backend: Backend) -> tuple[list[Any], Any]:
-        """From the gradients of the transformed `x` those of `x` where `through`; and where `sums`, those of scale and
-        shift, which take turns in one array."""
+        """Map the gradients of the transformed `x` to those of `x` if `through`, and of scale and shift if `sums`.
+
+        The gradients of scale and shift are interleaved in one array.
+        """
         if not sums and not (through and self.changes_x):
             return grads, None
         channel = self._x[0].ndim - self._spatial - 1
@@ -232,25 +237,25 @@ class _PrologueBackward:
             settings = {"spatial": self._spatial, "activation": self._activation, "through": through}
             results = PROLOGUE_GRADIENT({**arrays, "sums": own_totals, **settings})
             if through:
-                grads[i] = results[0]  # the gradient of the transformed input is let go
+                grads[i] = results[0]  # releases the gradient of the transformed input
             first = channels.stop
         return grads, totals
 
     def grad_weight(self, grad: Any, x: Any, kernel_shape: tuple[int, ...], windows: dict[str, Any]) -> Any:
-        """The gradient of the weight that the transformed `x` is convolved with."""
+        """The gradient of the weight that is convolved with the transformed `x`."""
         transformed = {"scale": self.scale, "shift": self.shift, "prologue_activation": self._activation}
         arguments = {"grad": grad, "x": x, "out": None, "kernel_shape": kernel_shape, **windows, **transformed}
         return TRANSFORMED_GRAD_WEIGHT(arguments)
 
 
 def listed_inputs(x: Any) -> tuple[tuple[Any, ...], bool]:
-    """The inputs, and whether they came as a sequence."""
+    """Return the inputs as a tuple, and whether they were given as a sequence."""
     listed = isinstance(x, (list, tuple))
     return (tuple(x) if listed else (x,)), listed
 
 
 def needed_names(needs: Iterable[str] | None) -> frozenset[str]:
-    """The names of gradients that are asked for."""
+    """Return the names of the gradients that are requested."""
     if needs is None:
         return frozenset(ConvGradients._fields)
     try:
@@ -266,10 +271,11 @@ def needed_names(needs: Iterable[str] | None) -> frozenset[str]:
 def check_epilogue_gradient(
     given: Arrays, *, on: str | None = None, spatial: int, activation: Any, through: bool, sums: bool
 ) -> CheckedCall:
-    """From `grad`, and what its activation saved, a list of the gradient before the activation, where `through`,
-    and of each channel's sum in the accumulator's dtype, where `sums`.
+    """Check the backward pass through an epilogue; the call returns a list.
 
-    Images have `spatial` spatial axes; `saved` has the shape and dtype of `grad`, and is None without an activation.
+    The list has the gradient before the activation if `through`, and the sum of each channel in the accumulator's dtype
+    if `sums`.  Both are computed from `grad` and from `saved`, the array that the activation saved.  Images have
+    `spatial` spatial axes.  `saved` has the shape and dtype of `grad`, and is None without an activation.
     """
     arguments = Arguments.of(present(given), on)
     grad, saved = given["grad"], given["saved"]
@@ -298,10 +304,11 @@ def check_epilogue_gradient(
 def check_prologue_gradient(
     given: Arrays, *, on: str | None = None, spatial: int, activation: Any, through: bool
 ) -> CheckedCall:
-    """From `grad`, of the transformed `x`, a list of the gradient of `x` where `through`, and of each channel's sums.
+    """Check the backward pass through a prologue; the call returns a list.
 
-    These are two per channel, one after the other, in the accumulator's dtype: the gradients of `scale` and of `shift`.
-    Images have `spatial` spatial axes and one shape; `scale` and `shift` are of these channels.
+    The list has the gradient of `x` if `through`, computed from `grad`, the gradient of the transformed `x`; then the
+    channel sums.  The sums are two per channel, interleaved, in the accumulator's dtype: the gradients of `scale` and
+    of `shift`.  Images have `spatial` spatial axes and one shape; `scale` and `shift` belong to these channels.
     """
     arguments = Arguments.of(present(given), on)
     grad, x = given["grad"], given["x"]

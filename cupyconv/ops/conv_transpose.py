@@ -1,4 +1,4 @@
-"""`conv_transpose`: a convolution backwards, from each of its outputs to the inputs that its kernel reads."""
+"""`conv_transpose`: maps each output of a convolution back to the inputs that its kernel reads."""
 
 from __future__ import annotations
 
@@ -40,48 +40,52 @@ def conv_transpose(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """Transposed convolution over one, two or three spatial axes, of one array or of several merged.
+    """Transposed convolution over one to three spatial axes, of one array or of several merged arrays.
 
-    Every pixel of `x` stamps the kernel onto the result, `stride` apart, scaled by its value:
+    Every pixel of `x` adds a stamp to the result: the kernel, scaled by the pixel's value.  Stamps are `stride` apart.
+
     ``y[n, c, i] = activation(sum over o, k, p with p * stride + k * dilation - before = i of
     weight[o, c, k] * x[n, o, p] + bias[c])``.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; N may be missing, and a list or tuple is a merge, as for `conv`.
+        ``(N, C_in, *spatial)``.  The axis N may be omitted, and a list or tuple is merged, as for `conv`.
     weight : array
         ``(C_in, C_out // groups, *kernel)``; it is not conjugated.
     bias : array, optional
         ``(C_out,)``.
     stride, dilation : int or tuple of int
-        One for all spatial axes, or one each: between stamps, and between the taps of one.
+        Distance in elements between stamps (`stride`) and between the taps of one stamp (`dilation`); one int for all
+        spatial axes, or one per axis.
     padding : int, tuple or str
-        Elements cut off both ends of what the stamps cover, ``(size - 1) * stride + dilation * (k - 1) + 1``:
-        one int, or one ``(before, after)`` pair, per axis; ``"valid"``: none; ``"same"`` and ``"same_lower"``:
-        until the result has ``size * stride`` elements, an odd one at the end or at the beginning.
+        Number of elements cut off both ends of the range that the stamps cover,
+        ``(size - 1) * stride + dilation * (k - 1) + 1``: one int for all axes, or one int or one ``(before, after)``
+        pair per axis.  ``"valid"`` cuts nothing.  ``"same"`` and ``"same_lower"`` cut until the result has
+        ``size * stride`` elements; an odd element is cut at the end or at the beginning, respectively.
     output_padding : int or tuple of int
-        Elements added at the end: those that `padding` cut off, and zeros beyond; less than stride or than
-        dilation.
+        Number of elements added at the end: first elements that `padding` cut off, then zeros.  It must be less than
+        stride or than dilation.
     output_shape : int or tuple of int, optional
-        The result's spatial size, instead of amounts of `padding`: what the stamps cover beyond it, and
-        `output_padding`, is cut off both ends, an odd element at the end where `padding` is ``"same"``, else
-        at the beginning.  If they cover less, zeros are at the end.
+        Spatial shape of the result, instead of amounts of `padding`.  The excess of the range that the stamps cover,
+        plus `output_padding`, is cut off both ends.  An odd element is cut at the end if `padding` is ``"same"``,
+        otherwise at the beginning.  If the stamps cover less than the result, zeros follow at the end.
     groups, activation, method
         As for `conv`.
     out : array, optional
-        Of exactly the result's shape and dtype, any strides that do not overlap.
+        Array for the result, of exactly its shape and dtype, with any strides that do not overlap.
 
     Returns
     -------
     array
-        ``(N, C_out, *out_spatial)`` in ``result_type(*x, weight)``.  16-bit sums are kept in float32 and
-        rounded once.  Channels-last where every `x` is, else C order.
+        ``(N, C_out, *out_spatial)`` in ``result_type(*x, weight)``.  16-bit types accumulate in float32 and are rounded
+        once.  The result is channels-last if every `x` is, otherwise in C order.
 
     Raises
     ------
     TypeError, ValueError
-        As for `conv`; ValueError for settings that contradict each other, and for ``"full"`` and ``"causal"`` padding.
+        As for `conv`; ValueError also for settings that contradict each other, and for ``"full"`` and ``"causal"``
+        padding.
 
     See Also
     --------
@@ -89,13 +93,13 @@ def conv_transpose(
 
     Notes
     -----
-    Everything ONNX's ``ConvTranspose`` can say: ``auto_pad`` and ``pads`` through `onnx_padding`;
-    ``output_shape`` there overrides ``pads``, so give 0 beside it.
+    The arguments cover all of ONNX's ``ConvTranspose``.  `onnx_padding` translates ``auto_pad`` and ``pads``.  In ONNX,
+    ``output_shape`` overrides ``pads``, so leave `padding` at 0 if you pass `output_shape`.
 
     Source: ONNX ``ConvTranspose``; Dumoulin and Visin, *A guide to convolution arithmetic for deep learning* (2016).
 
-    An infinite or NaN weight reaches the elements that the kernel puts it on, and no others; on CUDA it may make NaN of
-    those beside them too, where methods read zeros around `x`.
+    An infinite or NaN weight affects only the elements that its tap is added to.  On CUDA it may also make neighboring
+    elements NaN, because some methods read zeros around `x`.
 
     Examples
     --------
@@ -106,14 +110,14 @@ def conv_transpose(
     return CONV_TRANSPOSE(locals())
 
 
-#: What is said of a transposed convolution's geometry.
+#: The settings that define a transposed convolution's geometry.
 TRANSPOSED_WINDOWS = ("stride", "padding", "output_padding", "output_shape", "dilation", "groups")
 
 
 def check_conv_transpose(
     given: Arrays, *, on: str | None = None, saving: bool = False, activation: Any, method: str, **windows: Any
 ) -> CheckedCall:
-    """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as it does of `conv`."""
+    """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as for `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
     arguments = Arguments.of(arrays, on)
     shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
@@ -140,9 +144,9 @@ def checked_adjoint(
     listed: bool,
     activation: ActivationLike = None,
 ) -> CheckedCall:
-    """The adjoint of the convolution `geometry`: `inputs` are spread over results of these `shapes`, given by name.
+    """Check the adjoint of the convolution `geometry`, which maps `inputs` to results of the given `shapes`, by name.
 
-    Results that are `listed` have at their end what the derivative of the activation is worked out from.
+    If `listed`, the call returns a list; its last entry is the array that determines the activation's derivative.
     """
     xs, weight = [arguments[name] for name in inputs], arguments["weight"]
     check_method(method)

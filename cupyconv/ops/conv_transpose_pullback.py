@@ -1,4 +1,4 @@
-"""`conv_transpose` with its pullback: the gradient of its input is a convolution of that of its result."""
+"""`conv_transpose` with its pullback: the gradient of its input is a convolution of the gradient of its result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cupyconv.typing import Array
 
 
 def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
-    """The result of `conv_transpose` with these arguments, and its pullback."""
+    """Return the result of `conv_transpose` with these arguments, and its pullback."""
     results = CONV_TRANSPOSE(arguments, saving=True)
     inputs, listed = listed_inputs(arguments["x"])
     backend = backend_for({"weight": arguments["weight"]})
     inputs, weight = tuple(map(backend.plain, inputs)), backend.plain(arguments["weight"])
     rank = weight.ndim - 2
     channel = inputs[0].ndim - rank - 1
-    # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
+    # This is the adjoint of a convolution over images of the size of y, with the same weight.
     shapes = {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}
     said = {name: arguments[name] for name in TRANSPOSED_WINDOWS}
     geometry = transposed_geometry(shapes, tuple(weight.shape), batched=channel == 1, **said)
@@ -34,7 +34,7 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
     pieces = _pieces(channels, geometry.groups, geometry.group_outputs, geometry.group_channels)
 
     def of_piece(dz: Any, piece: _Piece) -> Any:
-        """What the windows of these channels read."""
+        """The part of `dz` that the windows of these channels read."""
         return dz[(..., piece.outputs, *under_windows)]
 
     def to_x(dz: Any) -> list[Any]:
@@ -51,7 +51,7 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
             image = inputs[piece.of][(..., piece.channels, *(slice(None),) * rank)]
             out = gradient[piece.rows]
             conv_grad_weight(image, of_piece(dz, piece), kernel_shape, groups=piece.groups, **windows, out=out)
-        if gradient.dtype.kind == "c":  # of the pair of factors the other one was conjugated
+        if gradient.dtype.kind == "c":  # `conv_grad_weight` conjugated the other factor of the product
             _negate_imaginary(gradient)
         return gradient
 
@@ -74,9 +74,9 @@ def _negate_imaginary(array: Any) -> None:
 
 
 def _under_windows(size: int, before: int, stride: int, windows: int, span: int) -> tuple[int, tuple[int, int]]:
-    """Along one axis, the part of an image that windows reach, and the padding that makes them as many.
+    """Return the extent of an image that the windows reach along one axis, and the padding that gives so many windows.
 
-    Elements beyond the last window are left out.
+    Elements beyond the last window are omitted.
     """
     covered = (windows - 1) * stride + span
     before = min(before, covered)
@@ -85,17 +85,17 @@ def _under_windows(size: int, before: int, stride: int, windows: int, span: int)
 
 
 class _Piece(NamedTuple):
-    """Channels of one of several merged inputs that belong to one group or are whole groups."""
+    """Channels of one of the merged inputs that belong to one group or form whole groups."""
 
-    of: int  # the input
-    channels: slice  # of it
-    rows: slice  # of the weight: the same channels, counted through all inputs
-    outputs: slice  # of the result: those of the groups they belong to
+    of: int  # number of the input
+    channels: slice  # of that input
+    rows: slice  # of the weight: the same channels, numbered across all inputs
+    outputs: slice  # channels of the result that belong to the same groups
     groups: int
 
 
 def _pieces(channels: Sequence[int], groups: int, group_rows: int, group_outputs: int) -> list[_Piece]:
-    """Merged inputs cut where a group of `group_rows` channels begins or ends within one; whole groups stay together."""
+    """Split the merged inputs where a group of `group_rows` channels begins or ends; whole groups stay together."""
     pieces, first = [], 0
     for i, count in enumerate(channels):
         at, end = first, first + count

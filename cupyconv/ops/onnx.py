@@ -1,4 +1,4 @@
-"""What ONNX says in its own way: padding as flat lists, recurrent weights with other gates' order and axes."""
+"""Conversions from ONNX conventions: flat padding lists, and recurrent weights with another order of gates and axes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from cupyconv.problem.padding import AUTO_PAD, Pairs, padding_amount
 from cupyconv.problem.recurrence import GATES
 from cupyconv.typing import Array
 
-#: For each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
+#: For each operator, the position of each of our gates in ONNX's order: i, o, f, c for LSTM; z, r, h for GRU.
 _ORDER = {"RNN": (0,), "LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
-#: Peepholes, which ONNX has in the order i, o, f.
+#: The same for peepholes, which ONNX stores in the order i, o, f.
 _PEEPHOLES = (0, 2, 1)
 
 
 def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") -> Pairs | str | int:
-    """ONNX's ``pads`` and ``auto_pad`` attributes as a `padding` argument.
+    """Convert ONNX's ``pads`` and ``auto_pad`` attributes to a `padding` argument.
 
     Parameters
     ----------
     pads : sequence of int or None
-        ONNX's flat list: all begins, then all ends, ``[h0, w0, h1, w1]`` for two axes.  None means zeros.
+        ONNX's flat list: all begins, then all ends, such as ``[h0, w0, h1, w1]`` for two axes.  None means zeros.
     auto_pad : str
         ``"NOTSET"`` (use `pads`), ``"SAME_UPPER"``, ``"SAME_LOWER"`` or ``"VALID"``.
 
     Returns
     -------
     padding
-        A tuple of ``(before, after)`` pairs, one of the names ``"same"``, ``"same_lower"``,
-        ``"valid"``, or 0 where nothing was given.
+        A tuple of ``(before, after)`` pairs; one of the names ``"same"``, ``"same_lower"`` and ``"valid"``; or 0 if
+        neither argument is given.
 
     Raises
     ------
     ValueError
-        For an odd number of pads, a negative one, an unknown `auto_pad`, or `pads` beside an `auto_pad`.
+        For an odd number of pads, a negative pad, an unknown `auto_pad`, or `pads` together with an `auto_pad`.
 
     Notes
     -----
@@ -69,54 +69,54 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
 
 
 def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Array | None = None) -> dict[str, Any]:
-    """The weights of an ONNX ``RNN``, ``LSTM`` or ``GRU`` as keywords for `rnn`, `lstm` or `gru`.
+    """Convert the weights of an ONNX ``RNN``, ``LSTM`` or ``GRU`` to keyword arguments of `rnn`, `lstm` or `gru`.
 
     Parameters
     ----------
     op : str
         ``"RNN"``, ``"LSTM"`` or ``"GRU"``.
     W : array
-        ``(D, G * H, I)``, gates in the operator's order: i, o, f, c or z, r, h.
+        ``(D, G * H, I)``, with gates in the operator's order: i, o, f, c or z, r, h.
     R : array
         ``(D, G * H, H)``.
     B : array, optional
-        ``(D, 2 * G * H)``: the biases of the inputs, then those of the state.
+        ``(D, 2 * G * H)``: the input biases, then the recurrent biases.
     P : array, optional
-        ``(D, 3 * H)``, peepholes of an ``LSTM`` in the order i, o, f.
+        ``(D, 3 * H)``: peepholes of an ``LSTM``, in the order i, o, f.
 
     Returns
     -------
     dict
-        ``weight_ih`` and ``weight_hh``; if B is given, ``bias_ih`` and ``bias_hh``; if P is given, ``peephole``.  They are
-        arrays of the same library, with the gates in PyTorch's order, and without the axis D where it is 1.
+        ``weight_ih`` and ``weight_hh``; with B also ``bias_ih`` and ``bias_hh``; with P also ``peephole``.  The arrays
+        belong to the same library.  Their gates are in PyTorch's order, and the axis D is omitted if its length is 1.
 
     Raises
     ------
     TypeError
-        For what is no array of NumPy's or CuPy's, or a mixture of them.
+        For objects that are not NumPy or CuPy arrays, or a mixture of both libraries.
     ValueError
-        For another operator, shapes that do not fit, or peepholes of another operator than an ``LSTM``.
+        For another operator, shapes that do not fit, or peepholes with an operator other than ``LSTM``.
 
     Notes
     -----
-    What else a node says:
+    The other attributes and inputs of a node translate as follows:
 
     ==============================  ===================================================================================
     ONNX                            here
     ==============================  ===================================================================================
     direction, clip                 the same
     input_forget                    the same, as a bool
-    linear_before_reset             the same, as a bool; ONNX's default is 0, that of `gru` is True
+    linear_before_reset             the same, as a bool; the default is 0 in ONNX and True in `gru`
     sequence_lens                   lengths
     initial_h, initial_c            h0, c0
     activations                     lower case, with an underscore: ``"HardSigmoid"`` is ``"hard_sigmoid"``
     activation_alpha, _beta         ``("hard_sigmoid", alpha, beta)``
     layout 1                        views: ``x.swapaxes(0, 1)``
-    hidden_size                     known from R
+    hidden_size                     not needed: it follows from R
     Y, ``(T, D, N, H)``             ``y.reshape(T, N, D, H).swapaxes(1, 2)``
     ==============================  ===================================================================================
 
-    ``OPERATORS`` of `cupyconv.interop.onnx` do all of this.
+    The ``OPERATORS`` of `cupyconv.interop.onnx` do all of this.
 
     Examples
     --------

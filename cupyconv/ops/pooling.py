@@ -1,4 +1,4 @@
-"""`max_pool` and `avg_pool`: the largest element of every window, or the mean of it, and the gradient's way back."""
+"""`max_pool` and `avg_pool`: the maximum or the mean of every window, and their gradients."""
 
 from __future__ import annotations
 
@@ -44,55 +44,54 @@ def max_pool(
     return_indices: bool = False,
     out: Array | Sequence[Array] | None = None,
     **foreign: Never,
-) -> ArrayOrList:  # or two of them: a union would make every user without indices ask which
-    """The largest element of every window of an image.
+) -> ArrayOrList:  # or two of them: with a union type, every caller without indices would have to check which
+    """Maximum of every window of an image.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C, *spatial)`` with one to three spatial axes, real.  One sample may come without the axis N; then
-        `kernel_shape` must be a tuple, which tells how many spatial axes there are: ``max_pool(picture[None], (2, 2))``.
-        The arrays of a sequence agree in all but C and dtype.
+        ``(N, C, *spatial)`` with one to three spatial axes, real.  A single sample may omit the axis N; `kernel_shape`
+        must then be a tuple, whose length is the number of spatial axes: ``max_pool(picture[None], (2, 2))``.  The
+        arrays of a sequence agree in everything but C and dtype.
     kernel_shape : int or tuple of int
-        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
+        Size of the window along each spatial axis.  With an int, the first two axes of `x` are N and C.
     stride : int or tuple of int, optional
-        Elements from one window to the next; by default `kernel_shape`, windows side by side.
+        Distance in elements from one window to the next.  The default is `kernel_shape`: windows side by side.
     padding, dilation
-        As for `conv`.  Padding is never the largest: it takes no part.
+        As for `conv`.  Padding is never a maximum: it is ignored.
     ceil_mode : bool
-        Whether to keep a last window that reaches beyond the padded image; it must begin in the image or in the padding
-        before it.
+        Whether to keep a last window that extends beyond the padded image.  It must begin in the image or in the
+        padding before it.
     return_indices : bool
-        Whether to say where each maximum lies, too.
+        Whether to also return the position of each maximum.
     out : array or sequence of arrays, optional
-        For the maxima, of exactly their shapes and dtypes; a sequence where `x` is one.
+        Arrays for the maxima, of exactly their shapes and dtypes; a sequence if `x` is one.
 
     Returns
     -------
-    y : array, or list of arrays where `x` is a sequence
-        ``(N, C, *out_spatial)`` in x's dtype; channels-last where x is.  NaN where a window holds one; -inf
-        where a window lies in the padding alone.
-    indices : the same, of int64, with `return_indices` alone
-        Places in the image without its padding, in C order over its spatial axes: ``y[n, c]`` is
-        ``x[n, c].ravel()[indices[n, c]]``.  Of several equal elements the first, a NaN counting as larger; -1 where a
-        window lies in the padding alone.
+    y : array, or list of arrays if `x` is a sequence
+        ``(N, C, *out_spatial)`` in the dtype of `x`; channels-last if `x` is.  A window that contains NaN gives NaN.  A
+        window that covers only padding gives -inf.
+    indices : the same with dtype int64, only with `return_indices`
+        Positions in the image without its padding, in C order over its spatial axes: ``y[n, c]`` is
+        ``x[n, c].ravel()[indices[n, c]]``.  Among equal maxima the first is returned; NaN counts as the largest value.
+        The index is -1 for a window that covers only padding.
 
     Raises
     ------
     TypeError
-        For complex arrays, which have no order, integers and foreign arrays.
+        For complex arrays, because complex numbers have no order, and for integer and foreign arrays.
     ValueError
-        For shapes and settings that do not fit, and where `options` leave too little workspace for one window.
+        For shapes and settings that do not fit, and if `options` leave too little workspace for one window.
 
     See Also
     --------
     avg_pool : the mean of every window.
 
-    Notes
-    -----
-    Exact in every dtype: the result is an element of the window.  Each array of a sequence is pooled by itself, into
-    an array of its own.  With 0.0 and -0.0 in a window either may be the result.  `ceil_mode` is that of ONNX and
-    PyTorch, and so are the indices; ONNX's count over N and C too, ``indices + size * arange(N * C)`` in the right shape.
+    Notes ----- The result is exact in every dtype: it is an element of the window.  Each array of a sequence is pooled
+    separately, into its own array.  If a window contains both 0.0 and -0.0, either may be the result.  `ceil_mode` and
+    the indices follow ONNX and PyTorch, but ONNX's indices also count over N and C: they are
+    ``indices + size * arange(N * C)``, with the range reshaped to broadcast.
 
     Examples
     --------
@@ -122,37 +121,39 @@ def avg_pool(
     out: Array | Sequence[Array] | None = None,
     **foreign: Never,
 ) -> ArrayOrList:
-    """The mean of every window of an image.
+    """Mean of every window of an image.
 
     Parameters
     ----------
     x, kernel_shape, stride, padding, dilation, ceil_mode
         As for `max_pool`.
     count_include_pad : bool
-        Whether padding counts as zeros, as in PyTorch; if not, a mean is of the elements alone, as in ONNX.  What a
-        last window of `ceil_mode` reaches beyond the padding never counts.
+        Whether padding counts as zeros, as in PyTorch.  If False, the mean is over elements of the image only, as in
+        ONNX.  With `ceil_mode`, the part of a last window beyond the padding never counts.
     out : array or sequence of arrays, optional
-        Of exactly the results' shapes and dtypes; a sequence where `x` is one.
+        Arrays for the results, of exactly their shapes and dtypes; a sequence if `x` is one.
 
     Returns
     -------
-    array, or list of arrays where `x` is a sequence
-        ``(N, C, *out_spatial)`` in x's dtype; channels-last where x is.  NaN where nothing counts.
+    array, or list of arrays if `x` is a sequence
+        ``(N, C, *out_spatial)`` in the dtype of `x`; channels-last if `x` is.  A window in which nothing counts gives
+        NaN.
 
     Raises
     ------
     TypeError
-        For complex arrays, whose real and imaginary parts you may average each by itself, integers and foreign arrays.
+        For complex arrays (average their real and imaginary parts separately), and for integer and foreign arrays.
     ValueError
-        For shapes and settings that do not fit, and where `options` leave too little workspace for one window.
+        For shapes and settings that do not fit, and if `options` leave too little workspace for one window.
 
     See Also
     --------
-    max_pool : the largest element of every window.
+    max_pool : the maximum of every window.
 
     Notes
     -----
-    A sum, divided once; 16-bit types are summed in float32 and rounded once.  Each array of a sequence is pooled by itself.
+    Each mean is a sum that is divided once.  16-bit types accumulate in float32 and are rounded once.  Each array of a
+    sequence is pooled separately.
 
     Examples
     --------
@@ -167,7 +168,7 @@ def avg_pool(
 
 
 def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[Any, Pullback]:
-    """The result of `max_pool` with these arguments, and its pullback."""
+    """Return the result of `max_pool` with these arguments, and its pullback."""
     x, pooled = arguments["x"], MAX_POOL(arguments)
     result = _values_and_indices(pooled, x) if arguments["return_indices"] else pooled
     y = result[0] if arguments["return_indices"] else pooled
@@ -178,7 +179,7 @@ def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[Any, Pullback]:
 
 
 def avg_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pullback]:
-    """The result of `avg_pool` with these arguments, and its pullback, which needs shapes alone."""
+    """Return the result of `avg_pool` with these arguments, and its pullback, which needs only shapes."""
     x, y = arguments["x"], AVG_POOL(arguments)
     inputs, listed = listed_inputs(x)
     results, backend = [(tuple(one.shape), one.dtype) for one in listed_inputs(y)[0]], backend_for({"x": inputs[0]})
@@ -193,12 +194,12 @@ def avg_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pull
 
 
 def _pullback(x: Any, back: Callable[[Any], Any]) -> Pullback:
-    """The pullback of a function of x alone, whose gradient `back` computes."""
+    """The pullback of a function of x alone; `back` computes its gradient."""
     inputs, listed = listed_inputs(x)
     x_dtypes, backend = [image.dtype for image in inputs], backend_for({"x": inputs[0]})
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
-        """The gradient of `x`, from that of the result; None where `needs` leaves it out."""
+        """The gradient of `x` from that of the result; None if `needs` omits it."""
         if "x" not in needed_names(needs):
             return ConvGradients()
         if grad is None:
@@ -241,7 +242,7 @@ def check_avg_pool(given: Arrays, *, on: str | None = None, count_include_pad: A
 
 
 def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
-    """Check the gradients given to the pullback of ``max_pool(x, ...)``, which was y."""
+    """Check the gradients given to the pullback of ``y = max_pool(x, ...)``."""
     x = given["x"]
     xs = named_inputs("x", x)
     ys, grads = (_as_many(name, given[name], like, len(xs), _listed(x)) for name, like in (("y", "x"), ("grad", "y")))
@@ -274,7 +275,7 @@ def check_avg_pool_gradient(
     count_include_pad: bool,
     **settings: Any,
 ) -> CheckedCall:
-    """Check the gradients given to the pullback of ``avg_pool(x, ...)``, which have the shapes and dtypes of its results."""
+    """Check the gradients given to the pullback of ``avg_pool(x, ...)``; they have its results' shapes and dtypes."""
     grads = named_inputs("grad", given["grad"])
     arguments = Arguments.of(grads, on)
     shapes = {name.replace("grad", "x"): shape for name, shape in zip(grads, x_shapes, strict=True)}
@@ -306,7 +307,7 @@ AVG_POOL_GRADIENT = Operation(
 def _pooling(
     what: str, given: Arrays, on: str | None, settings: dict[str, Any]
 ) -> tuple[Arguments, Windows, Axes, tuple[Result, ...]]:
-    """The arguments of pooling, its windows, and a result for each image."""
+    """Return the arguments of pooling, its windows, and one result per image."""
     x, out = given["x"], given["out"]
     inputs = named_inputs("x", x)
     outs = {} if out is None else _as_many("out", out, "x", len(inputs), _listed(x))
@@ -345,7 +346,7 @@ def _windows(
 
 
 def _counted(windows: Windows, count_include_pad: Any) -> tuple[Triple, Triple]:
-    """Where taps count for a mean, see `MeanProblem`."""
+    """Return the range of positions that count for a mean, see `MeanProblem`."""
     if not flag("count_include_pad", count_include_pad):
         return (0, 0, 0), windows.size
     first, end = zip(*((-before, n + after) for n, before, after in zip(windows.size, windows.before, windows.after)))
@@ -353,7 +354,7 @@ def _counted(windows: Windows, count_include_pad: Any) -> tuple[Triple, Triple]:
 
 
 def _values_and_indices(pooled: list[Any], x: Any) -> tuple[ArrayOrList, ArrayOrList]:
-    """What `max_pool` returns of all its results in one list."""
+    """Split the list of all results into the two return values of `max_pool`."""
     half = len(pooled) // 2
     return (pooled[:half], pooled[half:]) if _listed(x) else (pooled[0], pooled[1])
 
@@ -363,7 +364,7 @@ def _listed(x: Any) -> bool:
 
 
 def _as_many(name: str, given: Any, model: str, count: int, listed: bool) -> dict[str, Any]:
-    """One array beside one array, as many beside a sequence of so many, by argument name."""
+    """Return `given` by argument name: one array, or a sequence of `count` arrays if `listed`."""
     if not listed:
         return {name: given}
     if not isinstance(given, (list, tuple)):
@@ -374,5 +375,5 @@ def _as_many(name: str, given: Any, model: str, count: int, listed: bool) -> dic
 
 
 def _native(image: Any) -> np.dtype:
-    """A result's dtype: the image's, in native byte order."""
+    """The dtype of a result: that of the image, in native byte order."""
     return image.dtype.newbyteorder("=")

@@ -1,4 +1,4 @@
-"""`rnn`, `lstm` and `gru` over a sequence, and what checks them and their single steps."""
+"""`rnn`, `lstm` and `gru` over a sequence, and the checks of these layers and of their single steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rnn(
     out: Sequence[Any] | None = None,
     **foreign: Never,
 ) -> tuple[Array, Array]:
-    """A plain recurrent layer over a sequence.
+    """Apply a plain recurrent layer to a sequence.
 
     ``h[t] = activation(weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh)`` for every sample, and
     ``y[t] = h[t]``.
@@ -51,56 +51,56 @@ def rnn(
     Parameters
     ----------
     x : array
-        ``(T, N, I)``: steps, samples, inputs; real.  An array ``(N, T, I)`` is given as ``x.swapaxes(0, 1)``, a view.
+        ``(T, N, I)``: steps, samples, inputs; real.  For an array ``(N, T, I)``, pass the view ``x.swapaxes(0, 1)``.
     weight_ih, weight_hh : array
-        ``(H, I)`` and ``(H, H)``, with H hidden units; ``(2, H, I)`` and ``(2, H, H)``, the forward direction first,
-        where `direction` is ``"bidirectional"``.
+        ``(H, I)`` and ``(H, H)``, with H hidden units.  If `direction` is ``"bidirectional"``: ``(2, H, I)`` and
+        ``(2, H, H)``, with the forward direction first.
     bias_ih, bias_hh : array, optional
         ``(H,)``, or ``(2, H)``.
     h0 : array, optional
-        ``(D, N, H)``, the state before the first step, by default zeros; D is 2 for ``"bidirectional"``, else 1.
+        ``(D, N, H)``: the state before the first step, by default zeros.  D is 2 for ``"bidirectional"``, otherwise 1.
     lengths : sequence or array of int, optional
-        How many steps each sample has, 0 to T.  After them y is zero and the state stays; a reverse direction begins
-        at a sample's own last step.  A list or NumPy array is checked, and copied to the GPU where `x` is there; a
-        CuPy array of int32 or int64 is not checked: values below 0 count as 0, those above T as T.
+        Number of steps of each sample, from 0 to T.  After a sample's last step, y is zero and the state does not
+        change; a reverse direction begins at that last step.  A list or NumPy array is checked, and copied to the GPU
+        if `x` is there.  A CuPy array of int32 or int64 is not checked: values below 0 count as 0, values above T as T.
     direction : str
         ``"forward"``, ``"reverse"`` or ``"bidirectional"``.
     activation : str, tuple or None
-        A name, or a tuple with parameters, of the table that ``help("cupyconv.problem.activations")`` shows; for
-        ``"bidirectional"`` a pair may be given.
+        A name, or a tuple with parameters, from the table that ``help("cupyconv.problem.activations")`` shows.  For
+        ``"bidirectional"`` it may be a pair.
     clip : float, optional
-        What the activation is applied to is first limited to ``[-clip, clip]``.
+        Bound of the pre-activation, which is clipped to ``[-clip, clip]``.
     method : str
-        ``"auto"``, ``"step"`` (step by step: one kernel for each on CUDA; NumPy has this one only) or
-        ``"persistent"`` (CUDA: one kernel for all steps).
+        ``"auto"``, ``"step"`` (step by step; on CUDA one kernel per step; the only method on NumPy) or ``"persistent"``
+        (CUDA: one kernel for all steps).
     out : array or tuple, optional
-        An array for y, of its shape and dtype; or a tuple of arrays for everything that is returned.
+        An array for y, of its shape and dtype; or a tuple of arrays for all return values.
 
     Returns
     -------
     y : array
         ``(T, N, D * H)`` in ``result_type(x, weight_ih, weight_hh)``; 16-bit types are computed in float32.
     h : array
-        ``(D, N, H)``, the state after each sample's last step.
+        ``(D, N, H)``: the state after each sample's last step.
 
     Raises
     ------
     TypeError
-        For integer, complex or foreign arrays, NumPy and CuPy mixed, an `out` of another dtype.
+        For integer, complex or foreign arrays, NumPy and CuPy arrays mixed, or an `out` of another dtype.
     ValueError
         For shapes that do not fit, lengths outside the sequence, settings out of range, an `out` that overlaps an
         argument, or a method that does not apply.
 
     See Also
     --------
-    lstm, gru : with gates.
-    from_onnx_weights : ONNX's weights as keywords.
+    lstm, gru : recurrent layers with gates.
+    from_onnx_weights : ONNX's weights as keyword arguments.
 
     Notes
     -----
-    The products of the inputs with `weight_ih` do not wait for the recurrence: they are one matrix product for all
-    steps, or for as many as the workspace limit has room for.  Several layers are several calls, each with the y of the
-    one before as its x.
+    The products of the inputs with `weight_ih` do not depend on the recurrence.  They are one matrix product for all
+    steps, or for as many steps as the workspace limit allows.  For several layers, call the function once per layer and
+    pass the y of each call as the x of the next.
 
     Source: Elman, *Finding Structure in Time* (1990); ONNX ``RNN``.
 
@@ -135,35 +135,36 @@ def lstm(
     out: Sequence[Any] | None = None,
     **foreign: Never,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """A long short-term memory over a sequence.
+    """Apply a long short-term memory (LSTM) layer to a sequence.
 
-    ``v = weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh`` has four parts, in PyTorch's order: v_i, v_f, v_g
-    and v_o.  ``i, f, o = sigmoid(v_i), sigmoid(v_f), sigmoid(v_o)``, ``g = tanh(v_g)``, ``c[t] = f * c[t - 1] + i * g``,
-    ``h[t] = o * tanh(c[t])``, and ``y[t] = h[t]``.
+    ``v = weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh`` has four parts, in PyTorch's order: v_i, v_f,
+    v_g and v_o.  ``i, f, o = sigmoid(v_i), sigmoid(v_f), sigmoid(v_o)``, ``g = tanh(v_g)``,
+    ``c[t] = f * c[t - 1] + i * g``, ``h[t] = o * tanh(c[t])``, and ``y[t] = h[t]``.
 
     Parameters
     ----------
     x, lengths, direction, method, out
         As for `rnn`; `out` as a tuple is ``(y, (h, c))``.
     weight_ih, weight_hh, bias_ih, bias_hh : array
-        ``(4 * H, I)``, ``(4 * H, H)`` and, optional, ``(4 * H,)``: rows in the order i, f, g, o; with a leading axis of 2
-        where `direction` is ``"bidirectional"``.
+        ``(4 * H, I)``, ``(4 * H, H)`` and, optionally, ``(4 * H,)``, with rows in the order i, f, g, o.  If `direction`
+        is ``"bidirectional"``, each has a leading axis of length 2.
     h0, c0 : array, optional
-        ``(D, N, H)``, the states before the first step.
+        ``(D, N, H)``: the states before the first step.
     peephole : array, optional
-        ``(3 * H,)``, or ``(2, 3 * H)``, in the order i, f, o: factors of the cell state, whose products are added to
-        v_i, v_f (of the state before the step) and v_o (of the state after it).
+        ``(3 * H,)``, or ``(2, 3 * H)``, in the order i, f, o: factors of the cell state.  The products are added to v_i
+        and v_f (with the state before the step) and to v_o (with the state after it).
     activations : tuple
-        Of the gates i, f and o; of g; and of the cell state.  For ``"bidirectional"`` a pair of such tuples may be given.
+        Activations of the gates i, f and o; of g; and of the cell state.  For ``"bidirectional"`` it may be a pair of
+        such tuples.
     input_forget : bool
-        If True, f is ``1 - i``, whatever its weights say.
+        If True, f is ``1 - i``, independently of its weights.
     clip : float, optional
-        What the activations of i, f, o and g are applied to, peepholes included, is first limited to ``[-clip, clip]``.
+        Bound of the pre-activations of i, f, o and g, peepholes included, which are clipped to ``[-clip, clip]``.
 
     Returns
     -------
     y, (h, c) : array and pair of arrays
-        ``(T, N, D * H)``, and ``(D, N, H)`` after each sample's last step; dtype as for `rnn`.
+        ``(T, N, D * H)``, and ``(D, N, H)`` after each sample's last step, with dtype as for `rnn`.
 
     Raises
     ------
@@ -172,9 +173,9 @@ def lstm(
 
     Notes
     -----
-    The parameters of a `torch.nn.LSTM` are taken as they are: ``lstm(x, *parameters)`` with its weight_ih_l0, weight_hh_l0,
-    bias_ih_l0 and bias_hh_l0 as arrays.  For two directions stack each with its reverse:
-    ``numpy.stack([weight_ih_l0, weight_ih_l0_reverse])``.  ONNX's go through `from_onnx_weights`.
+    The parameters of a `torch.nn.LSTM` need no conversion: ``lstm(x, *parameters)`` with its weight_ih_l0,
+    weight_hh_l0, bias_ih_l0 and bias_hh_l0 as arrays.  For two directions, stack each parameter with its reverse:
+    ``numpy.stack([weight_ih_l0, weight_ih_l0_reverse])``.  `from_onnx_weights` converts ONNX's weights.
 
     Source: Hochreiter and Schmidhuber, *Long Short-Term Memory* (1997); Gers, Schraudolph and Schmidhuber, *Learning
     Precise Timing with LSTM Recurrent Networks* (2002), for peepholes; ONNX ``LSTM``.
@@ -209,10 +210,10 @@ def gru(
     out: Sequence[Any] | None = None,
     **foreign: Never,
 ) -> tuple[Array, Array]:
-    """A gated recurrent unit over a sequence.
+    """Apply a gated recurrent unit (GRU) layer to a sequence.
 
-    ``u = weight_ih @ x[t] + bias_ih`` and ``v = weight_hh @ h[t - 1] + bias_hh`` have three parts each, in PyTorch's order:
-    r, z and n.  ``r = sigmoid(u_r + v_r)``, ``z = sigmoid(u_z + v_z)``, ``n = tanh(u_n + r * v_n)``,
+    ``u = weight_ih @ x[t] + bias_ih`` and ``v = weight_hh @ h[t - 1] + bias_hh`` have three parts each, in PyTorch's
+    order: r, z and n.  ``r = sigmoid(u_r + v_r)``, ``z = sigmoid(u_z + v_z)``, ``n = tanh(u_n + r * v_n)``,
     ``h[t] = (1 - z) * n + z * h[t - 1]``, and ``y[t] = h[t]``.
 
     Parameters
@@ -222,13 +223,13 @@ def gru(
     weight_ih, weight_hh, bias_ih, bias_hh : array
         As for `lstm`, with ``3 * H`` rows in the order r, z, n.
     activations : tuple
-        Of the gates r and z, and of n.  For ``"bidirectional"`` a pair of such tuples may be given.
+        Activations of the gates r and z, and of n.  For ``"bidirectional"`` it may be a pair of such tuples.
     linear_before_reset : bool
         If True, as in PyTorch, r multiplies the product, as above.  If False, as is ONNX's default, r multiplies the
-        state before the product, ``n = tanh(u_n + weight_hh_n @ (r * h[t - 1]) + bias_hh_n)``: two products per step, one
-        after the other.
+        state before the product: ``n = tanh(u_n + weight_hh_n @ (r * h[t - 1]) + bias_hh_n)``.  This needs two
+        consecutive products per step.
     clip : float, optional
-        What the activations are applied to is first limited to ``[-clip, clip]``.
+        Bound of the pre-activations, which are clipped to ``[-clip, clip]``.
 
     Returns
     -------
@@ -242,7 +243,7 @@ def gru(
 
     Notes
     -----
-    The parameters of a `torch.nn.GRU` are taken as they are, as those of an LSTM are by `lstm`.
+    The parameters of a `torch.nn.GRU` need no conversion, as for `lstm`.
 
     Source: Cho et al., *Learning Phrase Representations using RNN Encoder-Decoder* (2014); ONNX ``GRU``.
 
@@ -258,9 +259,9 @@ def gru(
     return y, h
 
 
-#: How many activations each cell has in one direction.
+#: Number of activations of each cell in one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
-#: Arguments that none can be without.
+#: The required arguments.
 _REQUIRED = ("x", "weight_ih", "weight_hh")
 
 
@@ -277,9 +278,9 @@ def check_recurrent(
     activations: Any = None,
     **flags: Any,
 ) -> CheckedCall:
-    """Check the arguments of a layer; or of a step: a sequence of one, whose states h and c have no axis of directions.
+    """Check the arguments of a layer or of a step: a sequence of length one, whose h and c have no axis of directions.
 
-    `saving` asks for what a gradient needs beside the results, as `RecurrentGeometry.keeps` lists it.
+    `saving` also asks for the arrays that a gradient needs, as `RecurrentGeometry.keeps` lists them.
     """
     groups = activation_groups(activation if cell == "rnn" else activations, cell, direction)
     checked_flags = {name: flag(name, value) for name, value in flags.items()}
@@ -302,7 +303,8 @@ def check_recurrent(
     dtype = promote(arguments.some(_REQUIRED))
     check_method(method, RECURRENT_METHODS)
     shapes = _shapes(geometry)
-    # An axis of one direction is not the caller's, but in the states of a sequence; a step has no axis of time.
+    # With one direction, the caller's arrays lack the axis of directions, except the states of a sequence.  The arrays
+    # of a step lack the axis of time.
     lacking = {"weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole"} if geometry.directions == 1 else set()
     lacking |= {"x", "h0", "c0", "out", "c"} if step else set()
     described: dict[str, Operand | None] = {}
@@ -335,13 +337,13 @@ def check_recurrent(
 
 
 def unpack_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with lengths as an array of x's library, and results in one tuple."""
+    """Return the arguments with lengths as an array of x's library, and the results in one tuple."""
     arguments["lengths"] = _on_backend(arguments["lengths"], arguments["x"])
     return unpack_results(arguments)
 
 
 def unpack_results(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with the results for ``(y, (h, c))`` as ``(y, h, c)``."""
+    """Return the arguments with an `out` of ``(y, (h, c))`` as ``(y, h, c)``."""
     out = arguments["out"]
     if isinstance(out, (tuple, list)) and len(out) == 2 and isinstance(out[1], (tuple, list)):
         arguments["out"] = (out[0], *out[1])
@@ -358,19 +360,19 @@ GRU = Operation(gru, CHECKS["gru"], _SEQUENCE, unpack=unpack_sequence)
 
 
 def _on_backend(lengths: Any, x: Any) -> Any:
-    """Lengths as an array of the library that owns x; those that the host has are held to be within the sequence.
+    """Return the lengths as an array of x's library; lengths on the host are checked to be within the sequence.
 
-    An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
+    Lengths in an array of another library than NumPy are not checked, because reading them would wait for the GPU.
     """
     if lengths is None:
         return None
     if not isinstance(lengths, (list, tuple)) and backend_for({"lengths": lengths}).name != "numpy":
         return lengths
     if getattr(x, "ndim", None) != 3:
-        return None  # x is refused for that
+        return None  # a later check refuses this x
     try:
         counts = np.asarray(lengths)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # nested sequences of different lengths
         raise TypeError(f"lengths must be integers, one for each sample, given {lengths!r}") from None
     if counts.dtype.kind not in "iu" and counts.size:
         raise TypeError(f"lengths must be integers, given {lengths if counts.size < 9 else counts.dtype}")
@@ -385,7 +387,7 @@ def _on_backend(lengths: Any, x: Any) -> Any:
 
 
 def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
-    """The arrays with their one backend, all of dtypes that there are here."""
+    """Return the arrays with their one backend, after checking that their dtypes are supported."""
     backend = backend_for(arrays)
     for name, array in arrays.items():
         if name == "lengths":
@@ -399,7 +401,7 @@ def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
 
 
 def _sequence_shape(x_shape: tuple[int, ...], step: bool) -> tuple[int, ...]:
-    """Steps, samples and inputs."""
+    """Return the numbers of steps, samples and inputs."""
     if len(x_shape) != 3 - step:
         axes = (
             "(N, I): samples, inputs" if step else "(T, N, I): steps, samples, inputs; one sample alone is x[:, None]"
@@ -409,7 +411,7 @@ def _sequence_shape(x_shape: tuple[int, ...], step: bool) -> tuple[int, ...]:
 
 
 def _hidden(shape: tuple[int, ...], cell: str, direction: str) -> int:
-    """The hidden units of a layer whose recurrent weight has this shape."""
+    """Return the number of hidden units of a layer whose recurrent weight has this shape."""
     gates, directions = GATES[cell], len(DIRECTIONS[direction])
     lead = (2,) * (directions == 2)
     hidden = shape[-1] if shape else 0
@@ -426,7 +428,7 @@ def _hidden(shape: tuple[int, ...], cell: str, direction: str) -> int:
 
 
 def _shapes(geometry: RecurrentGeometry) -> dict[str, tuple[int, ...]]:
-    """The shapes of arguments and results by role, with all axes that they have in a problem."""
+    """Return the shapes of arguments and results by role, with all axes that they have in a problem."""
     directions, hidden, batch, inputs = geometry.directions, geometry.hidden, geometry.batch, geometry.inputs
     rows, state = geometry.gates * hidden, (directions, batch, hidden)
     return {
@@ -442,9 +444,9 @@ def _shapes(geometry: RecurrentGeometry) -> dict[str, tuple[int, ...]]:
 
 
 def _with_out(given: Arrays, roles: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arrays that are there, with those that the caller gave for results, and the name of each result.
+    """Return the present arrays, including those that the caller gave for results, and the name of each result.
 
-    ``given["out"]`` is one array, for the first result, or as many as there are results.
+    ``given["out"]`` is one array, for the first result, or as many arrays as there are results.
     """
     out, needed = given["out"], (*_REQUIRED, "h", "c")
     arrays = {name: array for name, array in given.items() if name != "out" and (array is not None or name in needed)}
@@ -458,7 +460,7 @@ def _with_out(given: Arrays, roles: Sequence[str]) -> tuple[dict[str, Any], dict
 
 
 def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
-    """Activations for each direction; `given` for one, or a pair for two."""
+    """Return the activations of each direction; `given` holds those of one direction, or a pair for two."""
     name = "activation" if kind == "rnn" else "activations"
     if not isinstance(direction, str) or direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, given {direction!r}")
@@ -480,7 +482,7 @@ def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Acti
 
 
 def _is_one(activation: Any) -> bool:
-    """Whether this is one activation: a tuple of several has names or tuples where this has numbers."""
+    """Whether this is one activation: a tuple of several activations has names or tuples where one has numbers."""
     if isinstance(activation, (tuple, list)):
         return (
             bool(activation)

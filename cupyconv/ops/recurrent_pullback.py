@@ -1,11 +1,11 @@
-"""Recurrent layers with their pullbacks: results, and the map from their gradients to those of the arguments.
+"""Recurrent layers with their pullbacks: maps from the gradients of the results to the gradients of the arguments.
 
 ::
 
     forward     x, weights, biases, h0, c0   --every step-->   y, h, c           gates, cells are kept
     backward    their gradients              <--every step--   grad_y, grad_h, grad_c
 
-The gradients come from one call, in the dtype computed with; here each becomes its argument's own.
+One call computes all gradients in the dtype of the computation; this file converts each to its argument's dtype.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cupyconv.typing import Array
 
 
 class RecurrentGradients(NamedTuple):
-    """What the pullback of a recurrent layer returns: one gradient for each argument, of its shape and dtype.
+    """Gradients that the pullback of a recurrent layer returns: one per argument, with the argument's shape and dtype.
 
     Attributes
     ----------
     x, weight_ih, weight_hh : array
-        The gradients of the input and of both weights.
+        Gradients of the input and of both weights.
     bias_ih, bias_hh, h0, c0, peephole : array or None
-        None where the argument is absent.
+        Gradients of these arguments; None if the argument is absent.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class RecurrentGradients(NamedTuple):
 RecurrentPullback = Callable[..., RecurrentGradients]
 
 
-#: The layers, and what they return where they save.
+#: The layers, and the names of the results that they return with ``saving=True``.
 _LAYERS = {
     "rnn": (RNN, ("y", "h", "gates")),
     "lstm": (LSTM, ("y", "h", "c", "gates", "cells")),
@@ -65,20 +65,20 @@ _LAYERS = {
 
 
 def recurrent_with_pullback(cell: str, arguments: dict[str, Any]) -> tuple[tuple[Any, Any], RecurrentPullback]:
-    """The results of `rnn`, `lstm` or `gru` with these arguments, and its pullback."""
+    """Return the results of `rnn`, `lstm` or `gru` with these arguments, and the pullback."""
     layer, names = _LAYERS[cell]
     found = dict(zip(names, layer(arguments, saving=True)))
     states = (found["h"], found["c"]) if cell == "lstm" else found["h"]
     return (found["y"], states), _pullback(cell, arguments, found)
 
 
-#: Arguments that a pullback reads; of the biases only that they are there.
+#: Arguments that a pullback reads.  Of the biases it only needs to know whether they are present.
 _READ = ("x", "weight_ih", "weight_hh", "h0", "c0", "peephole", "lengths")
 _SETTINGS = ("cell", "direction", "activations", "clip", "input_forget", "linear_before_reset")
 
 
 def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
-    """The pullback of a layer called with `arguments`, which returned and saved what was `found`."""
+    """The pullback of a layer that was called with `arguments` and returned and saved the arrays in `found`."""
     y = found["y"]
     shapes = {name: (tuple(array.shape), array.dtype) for name, array in found.items()}
     gradients_of = {name: arguments.get(name) for name in RecurrentGradients._fields}
@@ -88,17 +88,18 @@ def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
     settings = {"input_forget": False, "linear_before_reset": True, "activations": arguments.get("activation")}
     settings |= {name: arguments[name] for name in _SETTINGS if name in arguments} | {"cell": cell}
 
-    # Initial states and peepholes as the forward pass rounded them.
+    # Initial states and peepholes, rounded as in the forward pass.
     states = {name: in_dtype(arguments[name], y.dtype, backend) for name in dtypes.keys() & {"h0", "c0", "peephole"}}
     given = {name: arguments.get(name) for name in _READ}
     plain: dict[str, Any] = {name: None if array is None else backend.plain(array) for name, array in given.items()}
     read = {**plain, **states, "y": y}
     held = {**read, **{name: found.get(name) for name in ("gates", "cells", "candidate")}}
-    if single:  # with the axis of directions that they have where there are two
+    if single:  # add the axis of directions that the gradient expects
         for name in ("weight_ih", "weight_hh", "peephole"):
             held[name] = None if read[name] is None else read[name][None]
     gates = GATES[cell]
-    # Rows of the sums over steps and samples.  Of a candidate whose recurrent part is reset, that part has its own.
+    # Rows of the sums over steps and samples.  If the reset gate multiplies the candidate's recurrent part, the sums of
+    # that part are in a row of their own.
     rows = {"bias_ih": [slice(0, gates)], "bias_hh": [slice(0, gates)], "peephole": [slice(gates, gates + 3)]}
     if cell == "gru" and settings["linear_before_reset"]:
         rows["bias_hh"] = [slice(0, 2), slice(3, 4)]
@@ -137,7 +138,7 @@ def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
 
 
 def _fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
-    """The gradient of a result of this shape, in its dtype; anything else is refused."""
+    """Return the gradient of a result in the dtype of that result; a gradient that does not fit is refused."""
     if backend_for({name: grad}) is not backend:
         raise TypeError(f"{name} belongs to another library or device than the result: {type(grad).__name__}")
     check_dtype(name, grad.dtype)
@@ -145,7 +146,7 @@ def _fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, back
 
 
 def _joined(sums: Any, ranges: list[slice], single: bool, dtype: np.dtype, backend: Backend) -> Any:
-    """Rows of the sums side by side, in memory of their own."""
+    """Return rows of the sums joined into a new array."""
     directions, _, hidden = sums.shape
     counts = [rows.stop - rows.start for rows in ranges]
     with backend.current():
@@ -161,11 +162,12 @@ def _joined(sums: Any, ranges: list[slice], single: bool, dtype: np.dtype, backe
 def check_recurrent_gradient(
     given: Arrays, *, on: str | None = None, cell: str, direction: str, activations: Any, clip: Any, **flags: bool
 ) -> CheckedCall:
-    """A list of gradients, in the dtype computed with: of x, weight_ih, weight_hh, h0, of an lstm c0, and sums.
+    """Check the backward pass of a layer; the call returns a list of gradients in the dtype of the computation.
 
-    Weights and peepholes have their axis of directions in front.  `sums` is (D, rows, H), over steps and samples: of
-    the gates' gradients; then, of a gru that is linear before its reset, of the recurrent part of the candidate's; of
-    an lstm with peepholes, of those of i, f and o times what they looked at.
+    The list has the gradients of x, weight_ih, weight_hh, h0 and, for an lstm, c0; then `sums`.  Weights and peepholes
+    have a leading axis of directions.  `sums` has shape (D, rows, H) and holds sums over steps and samples: of the
+    gates' gradients; for a gru that is linear before its reset, of the gradient of the candidate's recurrent part; for
+    an lstm with peepholes, of the gradients of i, f and o times the cell state that each gate read.
     """
     arrays = present(given)
     backend = backend_for(arrays)

@@ -1,4 +1,4 @@
-"""`rnn_step`, `lstm_step` and `gru_step`: one step, for sequences that arrive step by step."""
+"""`rnn_step`, `lstm_step` and `gru_step`: single steps, for sequences that arrive step by step."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def rnn_step(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """One step of `rnn`, for sequences that arrive step by step.
+    """Apply one step of `rnn`, for sequences that arrive step by step.
 
     Parameters
     ----------
     x, h : array
-        ``(N, I)``, and ``(N, H)``: the state before the step.
+        The input ``(N, I)``, and the state before the step, ``(N, H)``.
     weight_ih, weight_hh, bias_ih, bias_hh, activation, clip, method
         As for `rnn` in one direction.
     out : array, optional
-        For the result; it may not overlap `h`, of which every element of the result needs all.
+        Array for the result.  It may not overlap `h`, because every element of the result depends on all of `h`.
 
     Returns
     -------
     array
-        ``(N, H)``, the state after the step.
+        ``(N, H)``: the state after the step.
 
     Raises
     ------
@@ -74,21 +74,21 @@ def lstm_step(
     out: Sequence[Any] | None = None,
     **foreign: Never,
 ) -> tuple[Array, Array]:
-    """One step of `lstm`, for sequences that arrive step by step.
+    """Apply one step of `lstm`, for sequences that arrive step by step.
 
     Parameters
     ----------
     x, h, c : array
-        ``(N, I)``, and ``(N, H)``: the states before the step.
+        The input ``(N, I)``, and the states before the step, ``(N, H)``.
     weight_ih, weight_hh, bias_ih, bias_hh, peephole, activations, input_forget, clip, method
         As for `lstm` in one direction.
     out : tuple of arrays, optional
-        For both results; they may not overlap `h` and `c`.
+        Arrays for both results; they may not overlap `h` and `c`.
 
     Returns
     -------
     h, c : pair of arrays
-        ``(N, H)``, the states after the step.
+        ``(N, H)``: the states after the step.
 
     Raises
     ------
@@ -124,12 +124,12 @@ def gru_step(
     out: Array | None = None,
     **foreign: Never,
 ) -> Array:
-    """One step of `gru`, for sequences that arrive step by step.
+    """Apply one step of `gru`, for sequences that arrive step by step.
 
     Parameters
     ----------
     x, h : array
-        ``(N, I)``, and ``(N, H)``: the state before the step.
+        The input ``(N, I)``, and the state before the step, ``(N, H)``.
     weight_ih, weight_hh, bias_ih, bias_hh, activations, linear_before_reset, clip, method
         As for `gru` in one direction.
     out : array, optional
@@ -138,7 +138,7 @@ def gru_step(
     Returns
     -------
     array
-        ``(N, H)``, the state after the step.
+        ``(N, H)``: the state after the step.
 
     Raises
     ------

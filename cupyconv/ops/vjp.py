@@ -1,4 +1,4 @@
-"""`vjp`: a function's result, and its pullback."""
+"""`vjp`: the result of a function, and its pullback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupyconv.ops.pooling import avg_pool, avg_pool_with_pullback, max_pool, max
 from cupyconv.ops.recurrent import gru, lstm, rnn
 from cupyconv.ops.recurrent_pullback import recurrent_with_pullback
 
-#: Takes the arguments by name, all of them but `out`.
+#: A function of all arguments by name, except `out`.
 WithPullback = Callable[[dict[str, Any]], tuple[Any, Callable[..., Any]]]
 
 _WITH_PULLBACK: dict[Callable[..., Any], WithPullback] = {
@@ -31,93 +31,97 @@ _WITH_PULLBACK: dict[Callable[..., Any], WithPullback] = {
 
 
 def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-    """A function's result, and its pullback: what computes the gradients of its arguments from that of its result.
+    """Return the result of a function and its pullback, which maps the result's gradient to gradients of the arguments.
 
-    ``y, pullback = vjp(conv, x, weight, padding="same")`` runs ``y = conv(x, weight, padding="same")``.  Where `grad` is
-    the gradient of a number, such as a loss, with respect to `y`, ``pullback(grad)`` gives the gradients of that number
-    with respect to `x` and `weight` (the vector-Jacobian product).
+    ``y, pullback = vjp(conv, x, weight, padding="same")`` runs ``y = conv(x, weight, padding="same")``.  Let `grad` be
+    the gradient of a scalar, such as a loss, with respect to `y`.  Then ``pullback(grad)`` returns the gradients of
+    this scalar with respect to `x` and `weight` (the vector-Jacobian product).
 
     Parameters
     ----------
     function : callable
         `conv`, `linmerge`, `conv_transpose`, `max_pool`, `avg_pool`, `rnn`, `lstm` or `gru`.
     *args, **kwargs
-        The call's arguments, without `out`.  `method` is that of the forward pass; gradients choose their own.
+        Arguments of the call, without `out`.  `method` applies to the forward pass; each gradient chooses its own
+        method.
 
     Returns
     -------
     result
-        What the function returns.
+        The return value of the function.
     pullback : callable
-        ``pullback(grad, *, needs=None) -> ConvGradients``; of `rnn` and `gru`
-        ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``, and of `lstm`
+        ``pullback(grad, *, needs=None) -> ConvGradients``; for `rnn` and `gru`
+        ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``, and for `lstm`
         ``pullback(grad_y=None, grad_h=None, grad_c=None) -> RecurrentGradients``.
 
-        Every `grad` has the shape of its result, and is a sequence where that is one (pooling of a sequence).  Another
-        precision is converted.  For `rnn`, `lstm` and `gru` None stands for zeros.  Indices of `max_pool` have none.
+        Every `grad` has the shape of its result, and is a sequence if the result is one (pooling of a sequence).  A
+        gradient of another precision is converted.  For `rnn`, `lstm` and `gru`, None stands for zeros.  Indices of
+        `max_pool` have no gradient.
 
-        Each gradient has its argument's shape and dtype: that of a real argument beside complex ones is the real part.
-        It has memory of its own, which it shares neither with `grad` nor with another gradient: it may be written to.
-        None stands for an absent argument.  `needs`, such as ``("weight", "bias")``, names the gradients that are
-        wanted: the others are None and take no time.  The gradients of `xs` of `linmerge` are its `x`.
+        Each returned gradient has its argument's shape and dtype; the gradient of a real argument among complex ones is
+        the real part.  It has its own memory, shared neither with `grad` nor with another gradient, so you may write to
+        it.  The gradient of an absent argument is None.  `needs`, such as ``("weight", "bias")``, names the gradients
+        to compute: the others are None and cost no time.  The gradients of `xs` of `linmerge` are in the field `x`.
 
-        A pullback may be called again; every call gives the same bits.
+        A pullback may be called repeatedly; every call gives the same bits.
 
     Raises
     ------
     TypeError
-        For another function, arguments that it does not take, or an `out`; and as the function itself.
+        For another function, arguments that the function does not accept, or an `out`; and as the function itself.
     ValueError
         As the function itself.
 
-        A pullback raises ValueError for a `grad` of another shape than its result and for an unknown name in `needs`;
-        TypeError for a `grad` of another library, or of a dtype that does not fit.
+        A pullback raises ValueError if the shape of `grad` is not that of its result, and for an unknown name in
+        `needs`.  It raises TypeError for a `grad` of another library, or of a dtype that does not fit.
 
     See Also
     --------
-    conv_grad_input, conv_grad_weight : the linear parts of `conv`'s pullback by themselves.
+    conv_grad_input, conv_grad_weight : the linear parts of the pullback of `conv`.
 
     Notes
     -----
-    **Memory.**  A pullback holds references.  Do not write to these arrays before it is called.
+    **Memory.**  A pullback holds references to the following arrays.  Do not write to them before you call it.
 
     =====================================  ============================================================================
     `conv`, `linmerge`, `conv_transpose`   the inputs, `weight`, and with an activation one array of the size of `y`:
-                                           `y` itself for relu, sigmoid, tanh and leaky_relu of a positive slope, and
-                                           otherwise the values before the activation, which the forward pass then
-                                           writes too; with a prologue also `scale` and `shift`
+                                           `y` itself for relu, sigmoid, tanh and leaky_relu with a positive slope,
+                                           otherwise the pre-activation, which the forward pass then writes too; with a
+                                           prologue also `scale` and `shift`
     `max_pool`                             `x` and `y`
     `avg_pool`                             nothing
-    `rnn`, `lstm`, `gru`                   the arguments but the biases, `y`, and for every step what the gates'
-                                           activations were applied to, ``(D, T, N, G * H)`` with G of 1, 4 or 3 gates
-                                           in the dtype computed with; of `lstm` also the cell state,
-                                           ``(D, T, N, H)``, of `gru` as much for what its reset gate changed
+    `rnn`, `lstm`, `gru`                   `y`, all arguments except the biases, and the pre-activations of the gates at
+                                           every step: ``(D, T, N, G * H)`` in the dtype of the computation, with G of
+                                           1, 4 or 3 gates; for `lstm` also the cell states, ``(D, T, N, H)``; for
+                                           `gru` an array of this shape for the values that its reset gate changed
     =====================================  ============================================================================
 
-    A call of a pullback of the first row allocates one more array of the size of `y`: for the gradient before the
-    activation, or without one for that of `residual`.  With a prologue no transformed input is held: it is computed
-    again as the input is read.  A call then allocates one more array of the size of `x`, for the gradient of the
-    transformed input, and on CUDA a copy of `x` where its dtype is not that of `y`.  In 16-bit types that gradient is
-    rounded.  `linmerge` copies an array whose spatial axes have no one stride for the weight's gradient.  A pullback of
-    the last row takes about as much again for the gates' gradients, of as many steps at a time as the workspace limit
-    has room for.
+    A call of a pullback in the first row allocates one more array of the size of `y`: for the gradient before the
+    activation or, without an activation, for the gradient of `residual`.  With a prologue, the pullback holds no
+    transformed input; it transforms the input again as it reads it.  A call then allocates one more array of the size
+    of `x` for the gradient of the transformed input; in 16-bit types this gradient is rounded.  On CUDA it also copies
+    `x` if its dtype is not that of `y`.  For the weight's gradient, `linmerge` copies an array whose spatial axes do
+    not collapse to a single stride.  A pullback in the last row allocates about as much memory again for the gates'
+    gradients.  The workspace limit determines for how many steps at a time it does so.
 
-    **Values.**  At a kink of an activation, or where a value was clipped, the derivative of the flat or the left side
-    counts: relu'(0) = 0.  For complex arrays the weight and `x` are conjugated, as in PyTorch (the Hermitian adjoint).
-    All of a pooling window's gradient goes to its largest element, to the first in C order where there are several;
-    a NaN counts as larger.  The gradient of a recurrent layer's `y` past a sample's length is not looked at, and `x` has
-    zeros for a gradient there.
+    **Values.**  At a kink of an activation, and where a value was clipped, the derivative is that of the flat or the
+    left side: relu'(0) = 0.  For complex arrays the weight and `x` are conjugated, as in PyTorch (the Hermitian
+    adjoint).  The whole gradient of a pooling window goes to its maximum: to the first in C order if there are several;
+    NaN counts as the largest value.  Past a sample's length, the gradient of a recurrent layer's `y` is ignored, and
+    the gradient of `x` is zero.
 
-    Gradients of `x` and `residual` are channels-last where `y` is, or without an activation where `grad` is; that of
-    `weight` is in C order.
+    Gradients of `x` and `residual` are channels-last if `y` is, or, without an activation, if `grad` is.  The gradient
+    of `weight` is in C order.
 
-    **Rounding.**  For a 16-bit result of `conv` on CUDA the activation is computed before the values under it are
-    rounded to be kept, but after that in the kernels of the fused merge and of depthwise convolutions.
-    For `conv_transpose` an activation whose pre-activation is kept is computed from the rounded one, in a pass of its
-    own.  Recurrent layers compute 16-bit types in float32, but a state before a step is read from `y`, which was rounded.
+    **Rounding.**  If the result of `conv` on CUDA has a 16-bit type, the activation is computed before the
+    pre-activation is rounded for storage.  The kernels of the fused merge and of depthwise convolutions compute it
+    after that rounding.  If `conv_transpose` stores the pre-activation, it computes the activation from the rounded
+    values, in a separate pass.  Recurrent layers compute 16-bit types in float32, but read the state before a step from
+    `y`, which was rounded.
 
-    **On CUDA** the way back through a recurrent layer is one launch per step, two of a gru that is not linear before its
-    reset, both directions together.  The products that follow are cuBLAS's, so no graph captures it.
+    **On CUDA**, the backward pass of a recurrent layer is one launch per step (two for a gru that is not linear before
+    its reset), or one cooperative launch for all steps.  Both directions share a launch unless the gates' gradients
+    exceed the workspace limit.  The matrix products that follow run on cuBLAS, so a CUDA graph cannot capture them.
 
     Examples
     --------

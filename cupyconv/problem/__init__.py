@@ -1,1 +1,1 @@
-"""Problems and plans: what is to be computed, and what will run.  No element of an array is looked at here."""
+"""Problems and plans: what to compute, and which steps compute it.  This package never reads array elements."""

@@ -1,7 +1,7 @@
-"""The one table of activation functions: names, parameters, codes.
+"""The table of activation functions: names, parameters, codes.
 
-The code is what reaches a CUDA kernel (``kernels/activation.cuh`` switches on it at run time); the
-NumPy backend looks its function up by name.  Both are tested against the same definitions.
+A CUDA kernel receives the code (``kernels/activation.cuh`` switches on it at run time).  The NumPy backend looks up its
+function by name.  Both are tested against the same definitions.
 
 ======================= ======================================= ==========================
 name                    f(v)                                    parameters (default)
@@ -27,7 +27,7 @@ scaled_tanh             alpha tanh(beta v)                      alpha (1), beta 
 softsign                v / (1 + |v|)
 ======================= ======================================= ==========================
 
-Those below the line are the recurrent functions' only.
+Only the recurrent functions accept the activations below the line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "softplus": (14, ()),
 }
 
-#: For the recurrent functions only; a convolution refuses them.
+#: Activations that only the recurrent functions accept; a convolution refuses them.
 RECURRENT_ONLY: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "affine": (15, (1.0, 0.0)),
     "thresholded_relu": (16, (1.0,)),
@@ -81,7 +81,7 @@ class Activation:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The interval that values are brought into, where that is all the function does."""
+        """The interval that the function clips values to; None if it does anything else."""
         if self.name == "clip":
             return self.alpha, self.beta
         return {"none": (-inf, inf), "relu": (0.0, inf), "relu6": (0.0, 6.0)}.get(self.name)
@@ -91,12 +91,12 @@ IDENTITY = Activation("none", 0)
 
 
 def derivative_from_result(activation: Activation) -> bool:
-    """Whether ``f'(v)`` is known from ``f(v)``: a backward pass then needs the result alone, and not `v`."""
+    """Whether ``f'(v)`` can be computed from ``f(v)``: a backward pass then needs only the result, not `v`."""
     return activation.name in ("relu", "sigmoid", "tanh") or (activation.name == "leaky_relu" and activation.alpha > 0)
 
 
 def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activation:
-    """``None``, a name, or a tuple ``(name, parameters...)`` as an `Activation`; else an error."""
+    """Return ``None``, a name, or a tuple ``(name, parameters...)`` as an `Activation`; refuse anything else."""
     if activation is None:
         return IDENTITY
     name, *given = activation if isinstance(activation, (tuple, list)) and activation else (activation,)
@@ -126,7 +126,7 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
 
 
 def as_float(name: str, value: Any) -> float:
-    """A real number as a float; what is none, True and False too, or is too large for a float, is refused."""
+    """Return a real number as a float; refuse other values, also bool, and numbers that are too large for a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a real number, given {value!r}")
     try:

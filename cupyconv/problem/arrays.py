@@ -1,8 +1,9 @@
-"""What planning knows of an array: its dtype by name, and where its elements lie, as ints.
+"""Array metadata for planning: dtypes by name, and memory layouts as ints.
 
-A dtype is its name below the public functions, so that plans stay printable and hashable and bfloat16 needs no package
-until an array of it turns up.  Layout is strides: an `Operand` is an image `(n, c, d, h, w)` with element strides;
-channels-last, sliced, reversed and broadcast views differ in nothing else.
+Below the public functions, a dtype is represented by its name.  Plans are therefore printable and hashable, and
+bfloat16 needs no package until an array of it appears.  A layout is represented by strides.  An `Operand` is an image
+`(n, c, d, h, w)` with element strides; channels-last, sliced, reversed and broadcast views differ only in their
+strides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
-#: Item sizes of lengths, which are counted and never computed with.
+#: Item sizes of lengths, which are step counts and never operands of the computation.
 COUNT_ITEMSIZE = {"int32": 4, "int64": 8}
 
 _SIZES = ITEMSIZE | COUNT_ITEMSIZE
@@ -28,12 +29,12 @@ _REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype) -> str:
-    """The dtype's name, whatever its byte order; NumPy works it out anew each time."""
+    """The dtype's name, without its byte order.  It is cached because NumPy computes it on every access."""
     return dtype.name
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
-    """Refuse a dtype that the library does not compute in, naming the argument and the way out."""
+    """Refuse a dtype that the library does not compute in; the message names the argument and a conversion."""
     if dtype_name(dtype) in ITEMSIZE:
         return
     hint = " (convert it first: array.astype(numpy.float32))" if dtype.kind in "biu" else ""
@@ -41,10 +42,10 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
 
 
 def promote(arrays: Mapping[str, Any]) -> np.dtype:
-    """The common dtype of arrays, or of what has a dtype, by NumPy's rules, in native byte order."""
+    """The common dtype of arrays (or of anything with a dtype) by NumPy's rules, in native byte order."""
     try:
         return np.result_type(*(array.dtype for array in arrays.values())).newbyteorder("=")
-    except TypeError:  # float16 and bfloat16: neither holds the other
+    except TypeError:  # float16 and bfloat16: neither can represent the other
         given = ", ".join(f"{name} ({dtype_name(array.dtype)})" for name, array in arrays.items())
         raise TypeError(f"no common dtype of {given}; convert one with astype") from None
 
@@ -63,30 +64,30 @@ def is_complex(name: str) -> bool:
 
 
 def product_flops(x: str, weight: str) -> int:
-    """Real operations of a product that is added to a sum: 2, with one complex factor 4, with two 8."""
+    """Real operations of one accumulated product: 2, with one complex factor 4, with two complex factors 8."""
     return (2, 4, 8)[is_complex(x) + is_complex(weight)]
 
 
 def real_part(name: str) -> str:
-    """The dtype of one component: float32 for complex64, a real dtype itself."""
+    """The dtype of one component: float32 for complex64; a real dtype is returned unchanged."""
     return _REAL_PART.get(name, name)
 
 
 def accumulator(name: str) -> str:
-    """The dtype sums are kept in.
+    """The dtype in which sums are accumulated.
 
-    A 16-bit type holds 8 to 11 significant bits: a sum of a few hundred products kept in it has none
-    left.  Products of two 16-bit numbers are exact in float32, so that is where they are added; the
-    result is rounded once.  Wider types add in themselves.
+    A 16-bit type has 8 to 11 significant bits; a sum of a few hundred products accumulated in it would lose all of
+    them.  Products of two 16-bit numbers are exact in float32, so they are accumulated there, and the result is rounded
+    once.  Wider types accumulate in their own dtype.
     """
     return "float32" if ITEMSIZE[name] == 2 else name
 
 
 def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tuple[str, str]:
-    """The dtypes that images and weight are computed in.
+    """The dtypes in which images and weight are computed.
 
-    Both have the precision of `result`; where only one side is complex, the other stays real, which
-    halves the arithmetic of a full complex product.
+    Both have the precision of `result`.  If only one of them is complex, the other stays real, which halves the
+    arithmetic of a full complex product.
     """
     name = dtype_name(result)
     x = name if any(d.kind == "c" for d in xs) else real_part(name)
@@ -96,7 +97,7 @@ def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tu
 
 @dataclass(frozen=True)
 class Operand:
-    """One array argument, with its spatial axes brought to three; of a recurrent layer, with the axes that it has.
+    """An array argument with its spatial axes extended to three; for recurrent layers, with its own axes.
 
     Attributes
     ----------
@@ -137,16 +138,16 @@ class Operand:
 
     @cached_property
     def pixel_stride(self) -> int | None:
-        """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
+        """The stride between neighboring pixels if the spatial axes collapse into one axis; otherwise None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])
 
     def samples(self, first: int, count: int) -> Operand:
-        """Some of the samples, where they lie."""
+        """A view of `count` samples, beginning with sample `first`."""
         first_sample = self.view(self.shape, self.strides, first * self.stride_n)
         return replace(first_sample, shape=(count, *self.shape[1:]))
 
     def view(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> Operand:
-        """A view that begins `first` elements further."""
+        """A view that begins `first` elements later."""
         shift = first * self.itemsize
         return replace(
             self,
@@ -157,14 +158,14 @@ class Operand:
         )
 
     def in_c_order(self, dtype: str) -> Operand:
-        """The image in this dtype, freshly allocated."""
+        """The image in this dtype, newly allocated in C order."""
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
 
 
 def operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
     """Describe an array.
 
-    Strides that are no whole number of elements are rounded, and told by an alignment of 1.
+    Strides that are not a multiple of the item size are rounded and marked by an alignment of 1.
     """
     itemsize = _SIZES[dtype]
     between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
@@ -179,9 +180,9 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of several axes walked as one, or None where no single stride does it.
+    """The stride of several axes traversed as one, or None if they have no single stride.
 
-    Axes of length 1 do not count; with none left the stride is irrelevant and 1 is returned.
+    Axes of length 1 are ignored; if no other axis remains, the stride is irrelevant and 1 is returned.
     """
     axes = [(extent, stride) for extent, stride in zip(shape, strides) if extent != 1]
     for (_, outer), (extent, inner) in pairwise(axes):
@@ -191,8 +192,10 @@ def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None
 
 
 def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int, channel: int) -> bool:
-    """Whether a view with this channel axis asks for a channels-last result: more than one channel, unit
-    channel stride, and not C-ordered."""
+    """Whether a view with this channel axis asks for a channels-last result.
+
+    The view has more than one channel, unit channel stride, and is not C-ordered.
+    """
     expected = itemsize
     c_ordered = True
     for extent, stride in zip(reversed(shape), reversed(byte_strides)):
@@ -205,8 +208,8 @@ def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize
 def overlaps_itself(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> bool:
     """Whether two elements of a strided view share memory.
 
-    Sorted by stride, axes that each step over all the smaller ones cannot meet; a view that is not
-    of that kind is counted as overlapping unless its offsets, listed, prove otherwise.
+    Axes are sorted by stride.  If each stride exceeds the range that the axes with smaller strides span, no elements
+    overlap.  Any other view counts as overlapping, unless the list of all its offsets proves otherwise.
     """
     axes = sorted((abs(stride), extent) for stride, extent in zip(byte_strides, shape) if extent > 1)
     if prod(shape) == 0:

@@ -1,8 +1,8 @@
 """Geometry: the sizes of a convolution and of its windows, as ints, validated once.
 
-Everything below this file is written for three spatial axes.  A 1-D or 2-D problem becomes 3-D here,
-by axes of length 1 in front, and nothing below asks how many there were.  What follows from
-the sizes is a property here, for all that plan and run.
+All layers below this file use three spatial axes.  This file extends 1-D and 2-D problems to 3-D with leading axes of
+length 1.  The layers below do not depend on the original number of axes.  Quantities that follow from the sizes are
+properties here, for both planning and execution.
 
 ::
 
@@ -33,16 +33,16 @@ from cupyconv.problem.padding import (
 Triple = tuple[int, int, int]
 Ints = tuple[int, ...]
 
-#: Steps, pads and kernels are int32 in the kernels; sizes are not.
+#: Strides, dilations, padding and kernel sizes are int32 in the CUDA kernels; image sizes are not.
 LARGEST_STEP = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Windows sliding over images: the geometry of columns, and half of a convolution's.
+    """Windows that slide over images: the geometry of columns, and half of a convolution's geometry.
 
-    `channels` has one entry per input array: several stand for their concatenation.  In `ceil_mode` a last window may
-    reach beyond what is padded, if it begins in the image or before it.
+    `channels` has one entry per input array; several entries stand for their concatenation.  In `ceil_mode` a last
+    window may extend beyond the padded image if it begins in the image or in the padding before it.
     """
 
     batch: int
@@ -63,7 +63,7 @@ class Windows:
 
     @cached_property
     def channel_offsets(self) -> tuple[int, ...]:
-        """Where each input's channels begin in the concatenation."""
+        """First channel of each input in the concatenation."""
         return tuple(sum(self.channels[:i]) for i in range(len(self.channels)))
 
     @cached_property
@@ -83,7 +83,7 @@ class Windows:
 
     @cached_property
     def reached(self) -> Triple:
-        """Extent of all windows together: of the padded image, but for what is left after the last window."""
+        """Extent of all windows together: the padded image without the remainder after the last window."""
         return tuple((n - 1) * s + span for n, s, span in zip(self.out_size, self.stride, self.span))  # type: ignore[return-value]
 
     @cached_property
@@ -97,7 +97,7 @@ class Windows:
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """A 1x1 kernel that reads every pixel once, where it lies."""
+        """Whether the kernel is 1x1 and reads every pixel exactly once, at its own position."""
         return self.taps == 1 and self.stride == (1, 1, 1) and self.before == self.after == (0, 0, 0)
 
     @cached_property
@@ -106,19 +106,19 @@ class Windows:
         return next((axis for axis, taps in enumerate(self.kernel) if taps > 1), 0)
 
     def with_taps(self, taps: Sequence[range]) -> Self:
-        """The same pixels, and of the kernel only these taps."""
+        """Windows with the same pixels and only these taps of the kernel."""
         return self._reading(self.out_size, self.stride, taps, self.dilation)
 
     def exchanged(self, pixels: Sequence[range]) -> Self:
         """Windows whose taps are these pixels, and whose pixels are the taps.
 
-        A pixel p reads element p * stride + t * dilation - before for tap t: the two may change places.  Where pixels are
-        fewer than taps, a loop over what each pixel reads, all taps at once, is the shorter one.
+        A pixel p reads element p * stride + t * dilation - before for tap t, so pixels and taps are interchangeable.
+        If there are fewer pixels than taps, a loop over pixels, which handles all taps at once, is shorter.
         """
         return self._reading(self.kernel, self.dilation, pixels, self.stride)
 
     def _reading(self, out_size: Triple, stride: Triple, taps: Sequence[range], dilation: Triple) -> Self:
-        """Windows on the same images, as many as `out_size`, of a kernel that has these of its taps."""
+        """Windows on the same images, with this `out_size`, and with only these taps of the kernel."""
         kernel: Any = tuple(map(len, taps))
         before: Any = tuple(b - run.start * d for b, run, d in zip(self.before, taps, dilation))
         ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out_size, stride, dilation, kernel)]
@@ -126,23 +126,23 @@ class Windows:
         return replace(self, kernel=kernel, before=before, after=after, stride=stride, dilation=dilation)
 
     def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
-        """The caller's axes of a triple."""
+        """The entries of a triple that belong to the caller's axes."""
         return tuple(triple[3 - self.rank :])
 
 
 def even_part(extent: int, most: int) -> int:
-    """The part that cuts `extent` into as few pieces as parts of `most` would, of equal size; at least 1."""
+    """The size of equal parts that cut `extent` into as few pieces as parts of size `most` do; at least 1."""
     return -(-extent // -(-extent // max(1, most))) if extent else 1
 
 
 def ranges_of(extent: int | range, part: int) -> list[range]:
-    """An axis, or some of it, cut into parts."""
+    """An axis, or a range of it, cut into parts."""
     whole = range(extent) if isinstance(extent, int) else extent
     return [whole[first : first + part] for first in range(0, len(whole), part)]
 
 
 def box_within(size: Sequence[int], most: int) -> Triple:
-    """A box of at most so many elements, at least one, that is a run of them: whole inner axes, part of one."""
+    """A contiguous box of at most `most` elements, but at least one: whole inner axes and part of one axis."""
     depth, height, width = size
     if most >= height * width:
         return even_part(depth, most // (height * width)), height, width
@@ -152,7 +152,10 @@ def box_within(size: Sequence[int], most: int) -> Triple:
 
 
 def tap_boxes(kernel: Sequence[int], most: int) -> Iterator[tuple[slice, tuple[range, ...]]]:
-    """A kernel cut into boxes of at most so many taps, each a run of taps in C order: the run, and its ranges."""
+    """Cut a kernel into boxes of at most `most` taps.
+
+    Each box is contiguous in C order; yields its slice of the taps and its range along each axis.
+    """
     first = 0
     for box in product(*map(ranges_of, kernel, box_within(kernel, most))):
         count = prod(map(len, box))
@@ -161,14 +164,14 @@ def tap_boxes(kernel: Sequence[int], most: int) -> Iterator[tuple[slice, tuple[r
 
 
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
-    """A window for each pixel: the columns of an image are then a copy of it."""
+    """One window per pixel: the columns of an image are then a copy of it."""
     ones, zeros = (1, 1, 1), (0, 0, 0)
     return Windows(batch=batch, channels=(channels,), **_in_three(size, ones, ones, zeros, zeros, ones))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvGeometry(Windows):
-    """A convolution: windows, and a weight that maps each to `out_channels` numbers.
+    """A convolution: windows, and a weight that maps each window to `out_channels` numbers.
 
     ::
 
@@ -189,12 +192,12 @@ class ConvGeometry(Windows):
 
     @cached_property
     def reduction(self) -> int:
-        """Products summed for one output: K of the GEMM, channels of a group times taps."""
+        """Products summed for one output: K of the GEMM, the channels of a group times the taps."""
         return self.group_channels * self.taps
 
     @cached_property
     def is_depthwise(self) -> bool:
-        """Whether an output is of one channel: each by its own kernel, or an image of one channel by one or a few."""
+        """Whether each output depends on one input channel: one kernel per channel, or kernels on a single channel."""
         return self.group_channels == 1
 
     @cached_property
@@ -232,7 +235,7 @@ def conv_geometry(
     groups: Any,
     padding_mode: str = "constant",
 ) -> ConvGeometry:
-    """Validate a convolution's shapes, by input, and settings; every refusal says what was given and needed."""
+    """Validate a convolution's settings and its shapes, given by input; each error says what was given and needed."""
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
         raise ValueError(_weight_axes(weight_shape, "(C_out, C_in // groups, *kernel)"))
@@ -270,10 +273,10 @@ def transposed_geometry(
     dilation: Any,
     groups: Any,
 ) -> ConvGeometry:
-    """The convolution that a transposed one is the adjoint of.
+    """The convolution whose adjoint is the given transposed convolution.
 
-    Its images are the transposed convolution's result, its result is their concatenation.  `after` may be
-    negative: the last elements of the result are then under no window.
+    Its images are the results of the transposed convolution, and its result is the concatenation of the inputs.
+    `after` may be negative: no window then covers the last elements of the result.
     """
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
@@ -314,7 +317,7 @@ def window_geometry(
     padding_mode: str = "constant",
     ceil_mode: bool = False,
 ) -> Windows:
-    """Validate the geometry of columns of images, whose shapes are given by input."""
+    """Validate the windows of images, whose shapes are given by input."""
     name, shape = next(iter(shapes.items()))
     rank = len(shape) - 1 - batched
     if not 1 <= rank <= 3:
@@ -342,7 +345,7 @@ def weight_gradient_geometry(
     groups: Any,
     **settings: Any,
 ) -> ConvGeometry:
-    """Validate the geometry of a convolution whose weight is not known but for its kernel's shape."""
+    """Validate the geometry of a convolution of whose weight only the kernel's shape is known."""
     windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
     groups = positive("groups", groups)
     batch, size = (windows.batch,) * batched, windows.spatial(windows.out_size)
@@ -363,9 +366,9 @@ def weight_gradient_geometry(
 
 
 def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
-    """The geometry of a merge: images with any number of spatial axes, weight (C_out, sum of the C_i).
+    """The geometry of a merge: images with any number of spatial axes, and a weight (C_out, sum of the C_i).
 
-    The order of pixels means nothing to it, so axes beyond three are one with the first.
+    The result does not depend on the order of pixels, so axes beyond three are merged into the first one.
     """
     if len(weight_shape) != 2:
         raise ValueError(f"weight of linmerge has shape (C_out, sum of C_i), two axes; given {weight_shape}")
@@ -395,7 +398,7 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
 def _common_image(
     shapes: Mapping[str, tuple[int, ...]], rank: int, batched: bool
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Batch, channels of each input, and spatial size of images that must agree in all but channels."""
+    """Batch, channels of each input, and spatial size; the images must agree in everything but channels."""
     axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
     for name, shape in shapes.items():
         if len(shape) != rank + 1 + batched:
@@ -445,7 +448,7 @@ def _windows(
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
         beyond = stride[axis] - 1 if ceil_mode else 0
-        if span > max(1, padded + beyond):  # one tap on an empty axis makes an empty one
+        if span > max(1, padded + beyond):  # one tap on an empty axis gives an empty result
             raise ValueError(
                 f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
@@ -464,7 +467,7 @@ def _check_steps(**steps: tuple[int, ...]) -> None:
 
 
 def _in_three(size: Ints, kernel: Ints, stride: Ints, before: Ints, after: Ints, dilation: Ints) -> dict[str, Any]:
-    """The fields of `Windows` along three axes, but for what `padding_mode` pads with."""
+    """The fields of `Windows` along three axes, with `padding_mode` "constant"."""
     return dict(
         size=_triple(size, 1),
         kernel=_triple(kernel, 1),
@@ -478,7 +481,7 @@ def _in_three(size: Ints, kernel: Ints, stride: Ints, before: Ints, after: Ints,
 
 
 def _triple(values: tuple[int, ...], fill: int) -> Triple:
-    """One value for each of three axes, `fill` for those that are not there."""
+    """One value per axis of three, with `fill` for missing axes."""
     return (fill,) * (3 - len(values)) + tuple(values)  # type: ignore[return-value]
 
 
@@ -488,7 +491,7 @@ def _weight_axes(shape: tuple[int, ...], needed: str) -> str:
 
 
 def _each_channel(weight_shape: tuple[int, ...]) -> str:
-    """A hint for those who mean the same filter for every channel."""
+    """A hint for callers who want to apply one filter to every channel."""
     if weight_shape[:2] != (1, 1):
         return ""
     kernel = ", ".join(map(str, weight_shape[2:]))
@@ -496,9 +499,9 @@ def _each_channel(weight_shape: tuple[int, ...]) -> str:
 
 
 def _three_axes_alone(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> str:
-    """A hint for those whose weight is a kernel of three axes, which reads as one with channels and one spatial axis.
+    """A hint for callers who pass a kernel of three axes, which is read as a weight with channels and one spatial axis.
 
-    Beside an image of three axes, which may be a batch of signals too, only a cube is taken for one.
+    An image of three axes may also be a batch of signals; the hint is then given only for a cubic kernel.
     """
     axes = min(map(len, shapes.values()))
     if len(weight_shape) != 3 or axes < 3 or (axes == 3 and len(set(weight_shape)) > 1):
@@ -507,7 +510,7 @@ def _three_axes_alone(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple
 
 
 def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...], groups: int) -> str:
-    """A hint for those whose weight is a kernel for each channel, (C, *kernel), without the axis of input channels."""
+    """A hint for callers whose weight has one kernel per channel, (C, *kernel), without the axis of input channels."""
     rank = len(weight_shape) - 1
     channels = [shape[-rank - 1] for shape in shapes.values() if len(shape) in (rank + 1, rank + 2)]
     if groups == 1 or rank > 3 or len(channels) != len(shapes) or not sum(channels) == groups == weight_shape[0]:

@@ -1,16 +1,16 @@
-"""What is kept from call to call: caches, and memory that serves again.  All share one budget of bytes.
+"""Caches and reusable memory that persist from call to call.  All share one budget of bytes.
 
 ::
 
-    calls that were checked          what blocks read               scratch memory of threads
+    checked and planned calls        regions that blocks read       scratch memory of threads
     (call/operation.py)              (numpy/windows.py)             (numpy/backend.py)
           |  by key                        |  by key                      |  while its thread lives
           +--------------------------------+------------------------------+---->  BUDGET, together
 
-Where it is spent, what was used least recently is let go.  What is large by itself is not kept at all.
+When the budget is spent, the least recently used entry is released.  A large entry is not cached at all.
 
-Beside that, and as long as an array lives whose owner has said that its elements stay as they are, there are the forms
-that methods have given it: a weight as a kernel reads it, or transformed.
+Outside this budget, forms of an array are cached if its owner declares that its elements do not change: a weight in the
+order in which a kernel reads it, or transformed.  They live as long as the array.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from typing import Any, Generic, TypeVar
 
 ValueT = TypeVar("ValueT")
 
-#: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
+#: Maximum number of cached forms per array.  No form is evicted, because another stream or a CUDA graph may read it.
 MOST_FORMS = 16
-#: Bytes of everything together, and of one thing.
+#: Maximum bytes of everything together, and of one entry.
 BUDGET = 64 << 20
 LARGEST = BUDGET // 16
 
 _USES = count()
 _caches: list[Cache[Any]] = []
-#: Functions that give back what is kept outside of caches, and what is to be done after them.
+#: Functions that release memory outside the caches, and functions to call after them.
 _clearers: list[Callable[[], None]] = []
 _after_clearing: list[Callable[[], None]] = []
-#: Bytes of what is kept, those of memory among them, and who may change that; entered again where letting go of one thing lets
-#: go of another.
+#: Bytes of everything that is cached, the reserved memory among them, and the lock that protects both.  The lock is
+#: reentrant, because releasing one entry may release another.
 _spent = 0
 _reserved = 0
 _lock = RLock()
 
 
 class Cache(Generic[ValueT]):
-    """Values by key, at most so many."""
+    """Values by key, with at most `most` entries."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -58,7 +58,7 @@ class Cache(Generic[ValueT]):
         return len(self._entries)
 
     def get(self, key: Hashable) -> ValueT | None:
-        """The value of a key; None where there is none."""
+        """Return the value of a key; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -66,9 +66,9 @@ class Cache(Generic[ValueT]):
         return entry.value
 
     def keep(self, key: Hashable, value: ValueT, shared: Iterable[object] = (), at_most: int | None = None) -> None:
-        """Keep a value, unless it is large; what it shares with others is not counted.
+        """Cache a value, unless it is large; bytes that it shares with other entries are not counted.
 
-        To count its bytes takes as long as much of what is kept took to compute: `at_most` is a bound that is known.
+        Counting the bytes of a value can take as long as computing it; `at_most` is a known upper bound to use instead.
         """
         nbytes = held_bytes((key, value), shared) if at_most is None else at_most
         if nbytes > LARGEST:
@@ -76,27 +76,30 @@ class Cache(Generic[ValueT]):
         with _lock:
             self._let_go(key)
             _make_room(nbytes)
-            if len(self._entries) >= self.most:  # several at once: to find the oldest takes as long as to find some
+            if len(self._entries) >= self.most:  # evict several: finding the oldest costs as much as finding some
                 for _, known in sorted(self._uses())[: 1 + self.most // 8]:
                     self._let_go(known)
             entry = _Entry(value, nbytes)
-            # A call in the midst of this one may have kept the same meanwhile.
+            # A call that runs in the middle of this one, such as a finalizer, may have cached the same key.
             if self._entries.setdefault(key, entry) is entry:
                 _spend(nbytes)
 
     def clear(self) -> None:
-        """Keep nothing any more."""
+        """Release all entries."""
         with _lock:
             for key in list(self._entries):
                 self._let_go(key)
 
     def oldest(self) -> Iterator[tuple[int, Hashable]]:
-        """What was used least recently, and when; nothing of an empty cache."""
+        """Yield the time and key of the least recently used entry; nothing if the cache is empty."""
         if uses := self._uses():
             yield min(uses)
 
     def _uses(self) -> list[tuple[int, Hashable]]:
-        """When each was used, no two at once; a list, because a call in the midst of this one may keep more or let go of some."""
+        """Last use and key of each entry; the times are distinct.
+
+        This is a list because a call in the middle of this one may add or release entries.
+        """
         return [(entry.last_use, key) for key, entry in list(self._entries.items())]
 
     def _let_go(self, key: Hashable) -> None:
@@ -113,32 +116,33 @@ class _Entry(Generic[ValueT]):
 
 
 class Forms:
-    """What methods have made of one array, by key: as long as it lives."""
+    """Derived forms of one array by key, as long as the array lives."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self._lock = RLock()
 
     def get(self, key: Hashable) -> Any:
-        """What was made; None where nothing was."""
+        """Return a form; None if it was not made."""
         return self._made.get(key)
 
     def keep(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT | None:
-        """What was made, or is now, by one thread while others wait; None where no more is kept."""
+        """Return a form and make it if needed, in one thread while others wait; None if there are too many forms."""
         with self._lock:
             if key not in self._made and len(self._made) < MOST_FORMS:
                 self._made[key] = make()
             return self._made.get(key)
 
 
-#: By the identity of the array.
+#: Forms by the identity of their array.
 _forms: dict[int, Forms] = {}
 
 
 def keeping_forms(array: Any) -> Any:
-    """The array, whose elements stay as they are, as a view with which what methods make of it is kept.
+    """Return a view of the array, whose elements must not change, for which derived forms are cached.
 
-    A view, because a form may hold the array itself, which would live forever then; of other views nothing is kept.
+    The result is a new view because a form may reference the array itself, which would then live forever.  Other views
+    of the array have no cached forms.
     """
     view = array[...]
     _forms[id(view)] = Forms()
@@ -147,15 +151,15 @@ def keeping_forms(array: Any) -> Any:
 
 
 def forms_of(array: Any) -> Forms | None:
-    """What is kept of an array; None of one whose elements may change."""
+    """Return the cached forms of an array; None if its elements may change."""
     return _forms.get(id(array))
 
 
 def reserve(nbytes: int) -> bool:
-    """Count memory as kept, where it is within the budget; `release` counts it no more.
+    """Count memory against the budget if it fits, and return whether it does; `release` undoes this.
 
-    Memory lives as long as its thread.  Caches have room for one large thing beside it: else each call would let go of what
-    was kept of the one before.
+    The memory lives as long as its thread.  The caches keep space for one entry of the largest size.  Otherwise each
+    call would evict what the previous call cached.
     """
     global _reserved
     with _lock:
@@ -167,7 +171,7 @@ def reserve(nbytes: int) -> bool:
 
 
 def release(nbytes: int) -> None:
-    """The opposite of `reserve`."""
+    """Undo `reserve`."""
     global _reserved
     with _lock:
         _reserved -= nbytes
@@ -175,17 +179,17 @@ def release(nbytes: int) -> None:
 
 
 def on_clear(give_back: Callable[[], None]) -> None:
-    """Call this function too where all is to be given back."""
+    """Register a function that `clear` calls to release more memory."""
     _clearers.append(give_back)
 
 
 def after_clearing(function: Callable[[], None]) -> None:
-    """Call this function when all has been given back."""
+    """Register a function that `clear` calls after everything was released."""
     _after_clearing.append(function)
 
 
 def clear() -> None:
-    """Keep nothing any more."""
+    """Release everything that is cached."""
     for cache in _caches:
         cache.clear()
     for function in (*_clearers, *_after_clearing):
@@ -193,12 +197,12 @@ def clear() -> None:
 
 
 def spent() -> int:
-    """Bytes that are kept."""
+    """Bytes that are cached."""
     return _spent
 
 
 def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
-    """Bytes of an object and of all that it holds, but for what is `shared`; more than `LARGEST` are not counted up."""
+    """Bytes of an object and of all that it references, except `shared`; counting stops above `LARGEST`."""
     seen, level, nbytes = {id(item) for item in shared}, [value], 0
     while level and nbytes <= LARGEST:
         asked: list[Any] = []
@@ -208,18 +212,18 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
                 continue
             seen.add(id(item))
             nbytes += sys.getsizeof(item)
-            if isinstance(item, FunctionType):  # not the module that it belongs to
+            if isinstance(item, FunctionType):  # without the module that it belongs to
                 following.append(item.__closure__)
             else:
                 asked.append(item)
-                following.append(getattr(item, "base", None))  # an array does not tell Python what it is a view of
-        # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
+                following.append(getattr(item, "base", None))  # the garbage collector does not see an array's base
+        # All items in one call: in Python without a global lock, each call stops all threads.
         level = following + gc.get_referents(*asked)
     return nbytes
 
 
 def _make_room(nbytes: int) -> bool:
-    """Let go of what was used least recently until so many bytes are left; whether they are."""
+    """Evict least recently used entries until `nbytes` are available; return whether they are."""
     while _spent + nbytes > BUDGET:
         oldest = min(
             ((*found, cache) for cache in _caches for found in cache.oldest()), default=None, key=lambda e: e[0]
@@ -237,18 +241,18 @@ def _spend(nbytes: int) -> None:
 
 
 def _begin_process() -> None:
-    """In a child of a fork the threads that may have held locks are not there."""
+    """Replace all locks in the child of a fork: threads that held them do not exist there."""
     global _lock
     _lock = RLock()
     for forms in _forms.values():
         forms._lock = RLock()
-    if sys.version_info < (3, 12):  # there each has one for all objects of a class, held while the value is worked out
+    if sys.version_info < (3, 12):  # there each cached property has one lock per class, held during the computation
         for cached in _cached_properties():
             cached.lock = RLock()  # type: ignore[attr-defined]
 
 
 def _cached_properties() -> Iterator[cached_property[Any]]:
-    """Those of all our classes."""
+    """All cached properties of the classes in this package."""
     package = __name__.partition(".")[0] + "."
     for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
         for kind in list(vars(module).values()):

@@ -1,8 +1,7 @@
-"""What planning knows of a processor: how wide it is, and rates that rank methods.
+"""Processor models for planning: sizes, and rates that rank methods.
 
-The rates of a GPU class are vendors' datasheet figures scaled by the fraction that well-written code
-reaches; they rank methods against each other and predict no time.  Source: NVIDIA's data sheets of
-the products named.
+The rates of a GPU class are the vendor's datasheet figures, scaled by the fraction that well-written code reaches.
+They rank methods against each other and do not predict times.  Source: NVIDIA's data sheets of the named products.
 """
 
 from __future__ import annotations
@@ -10,24 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-#: Shared memory that a block may have, in KiB, from a compute capability on (CUDA C++ Programming Guide, "Technical
-#: Specifications per Compute Capability").
+#: Maximum shared memory per thread block, in KiB, from each compute capability on (CUDA C++ Programming Guide,
+#: "Technical Specifications per Compute Capability").
 _SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
 
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One class of GPU.  Rates per second: bytes, and operations (a multiply-add is two).
+    """One class of GPU.  Rates are per second: bytes, and operations (a multiply-add counts as two).
 
-    `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
-    newer architectures only instructions of their own reach all of it.
+    `mma_share` is the fraction of cuBLAS's tensor-core rates that kernels written with ``mma.sync`` can reach: on newer
+    architectures only architecture-specific instructions reach the full rate.
 
-    `room` is for how many blocks of a cooperative launch a device turned out to have room at once, where a launch was
-    refused; until then one is planned for each multiprocessor.  `has_transforms` is false where cuFFT turned out to be
-    missing; `transform_area` is how many times the bytes of its spectra a transform has needed to work in.
+    `room` is the number of blocks of a cooperative launch that the device can run at once, learned from a refused
+    launch; until then planning assumes one block per multiprocessor.  `has_transforms` is False if cuFFT turned out to
+    be missing.  `transform_area` is the work area that a transform has needed, as a multiple of the bytes of its
+    spectra.
     """
 
-    #: The backend that runs what is planned for it.
+    #: The backend that runs the plans for this processor.
     backend: ClassVar[str] = "cuda"
 
     name: str
@@ -55,12 +55,12 @@ class GpuModel:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one block may ask for."""
+        """Maximum shared memory of one thread block."""
         known = [capability for capability in _SHARED_KIB if capability <= max(75, self.capability)]
         return _SHARED_KIB[max(known)] << 10
 
     def gemm_rate(self, dtype: str, compute: str) -> float:
-        """What a large cuBLAS GEMM of these operands runs at."""
+        """The rate of a large cuBLAS GEMM with these operands."""
         if compute == "tf32":
             return self.tf32
         if compute == "float64":
@@ -70,7 +70,7 @@ class GpuModel:
 
 _T = 1e12
 
-#: One representative product per compute capability, for planning without the GPU at hand.
+#: One representative product per compute capability, for planning without access to the GPU.
 KNOWN_GPUS = {
     gpu.arch: gpu
     for gpu in (
@@ -86,7 +86,7 @@ KNOWN_GPUS = {
 
 
 def known_gpu(arch: str) -> GpuModel:
-    """The representative of an architecture such as ``"sm_90"``."""
+    """The representative product of an architecture such as ``"sm_90"``."""
     if not isinstance(arch, str) or arch not in KNOWN_GPUS:
         known = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in KNOWN_GPUS.values())
         raise ValueError(f"on={arch!r} is not a known architecture; known are {known}")
@@ -94,6 +94,6 @@ def known_gpu(arch: str) -> GpuModel:
 
 
 def nearest_gpu(capability: int) -> GpuModel:
-    """The model of the newest known architecture that is no newer than compute capability `capability`."""
+    """The model of the newest known architecture that is not newer than compute capability `capability`."""
     older = [gpu for arch, gpu in KNOWN_GPUS.items() if int(arch[3:]) <= capability]
     return older[-1] if older else KNOWN_GPUS["sm_75"]

@@ -1,4 +1,4 @@
-"""Every way to say padding, resolved to one `(before, after)` pair per spatial axis."""
+"""Every notation of padding, resolved to one `(before, after)` pair per spatial axis."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from operator import index
 from typing import Any
 
 PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
-#: What other libraries call them.  SciPy's "reflect" is "symmetric" here, which no error can tell.
+#: Their names in other libraries.  SciPy's "reflect" is "symmetric" here; no error can detect this.
 FOREIGN_PADDING_MODES = {
     "zeros": "constant", "fill": "constant", "grid-constant": "constant", "mirror": "reflect", "symm": "symmetric",
     "grid-mirror": "symmetric", "nearest": "edge", "replicate": "edge", "circular": "wrap", "grid-wrap": "wrap",
 }  # fmt: skip
 
 _NAMED = ("valid", "same", "same_lower", "full", "causal")
-#: ONNX's ``auto_pad``, as a `padding`.
+#: ONNX's ``auto_pad`` values, each with the equivalent `padding`.
 AUTO_PAD = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
 
 Pairs = tuple[tuple[int, int], ...]
 
 
 def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
-    """One int, or one int per spatial axis, as a tuple of `rank` ints, each at least `least`."""
+    """Return one int, or one int per spatial axis, as a tuple of `rank` ints, each at least `least`."""
     if isinstance(value, (tuple, list)):
         if len(value) != rank:
             raise ValueError(
@@ -36,7 +36,7 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
 
 
 def positive(name: str, value: Any) -> int:
-    """One int of at least 1."""
+    """Return an int that is at least 1."""
     number = _int(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, given {value!r}")
@@ -46,7 +46,7 @@ def positive(name: str, value: Any) -> int:
 def resolve_padding(
     padding: Any, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Pairs:
-    """Pairs for a convolution over `size` (all arguments per spatial axis)."""
+    """Return the padding pairs of a convolution over `size`; all arguments are per spatial axis."""
     rank = len(size)
     span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
     if isinstance(padding, str):
@@ -68,7 +68,9 @@ def resolve_transposed_padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is cut off before the result of a transposed convolution over `size`, and the result's size, per axis.
+    """Return, per axis, how much is cut off before the result of a transposed convolution, and the result's size.
+
+    `size` is the size of its input.
 
     ::
 
@@ -104,7 +106,7 @@ def resolve_transposed_padding(
                 f"output_shape says how much is cut off, and so does padding {padding!r}: give one, or"
                 " 'same' or 'same_lower' for the side that an odd element is cut off"
             )
-    # Where an odd number is cut off, ONNX takes the odd element from the end for SAME_UPPER alone.
+    # If the total is odd, ONNX cuts the odd element at the end only for SAME_UPPER.
     surplus = [max(0, full + more - n) for full, more, n in zip(covered, extra, sizes)]
     return tuple(total // 2 if padding == "same" else total - total // 2 for total in surplus), sizes
 
@@ -130,7 +132,7 @@ def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence
 
 
 def padding_mode_hint(given: Any) -> str:
-    """What is meant by a `padding_mode` that is none, if that is known."""
+    """A hint for an invalid `padding_mode` whose meaning is known."""
     if not isinstance(given, str):
         return ""
     if given in _NAMED:
@@ -160,7 +162,7 @@ def _hint(padding: Sequence[Any], rank: int) -> str:
 
 
 def padding_amount(value: Any, name: str = "padding") -> int:
-    """How many elements are added: an int that is not negative."""
+    """Return a number of added elements: a non-negative int."""
     amount = _int(name, value)
     if amount < 0:
         raise ValueError(f"{name} must not be negative, given {value!r} (slice the array to crop it)")
@@ -169,7 +171,7 @@ def padding_amount(value: Any, name: str = "padding") -> int:
 
 def _int(name: str, value: Any) -> int:
     try:
-        if isinstance(value, bool):  # it would count as 0 or 1, and was meant for another argument
+        if isinstance(value, bool):  # it would count as 0 or 1, but was meant for another argument
             raise TypeError
         return index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Problems that are one pass over their arrays: columns, pooling, and the elementwise part of gradients."""
+"""Problems that are a single pass over their arrays: columns, pooling, and the elementwise part of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyconv.problem.problems import Problem, Prologue
 
 @dataclass(frozen=True, kw_only=True)
 class PassProblem(Problem):
-    """An operation that is one pass over its arrays: it has one method, and memory limits its speed."""
+    """An operation that is a single pass over its arrays: it has one method, and memory bandwidth limits its speed."""
 
     operation: ClassVar[str]
     bound = "memory"
@@ -43,7 +43,7 @@ class ColumnsProblem(PassProblem):
 
 
 class Im2colProblem(ColumnsProblem):
-    """Columns to be written from images."""
+    """Write columns from images."""
 
     operation = "im2col"
     flops = 0
@@ -54,7 +54,7 @@ class Im2colProblem(ColumnsProblem):
 
 
 class Col2imProblem(ColumnsProblem):
-    """Columns to be summed back into one image."""
+    """Sum columns back into one image."""
 
     operation = "col2im"
 
@@ -69,22 +69,22 @@ class Col2imProblem(ColumnsProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingProblem(PassProblem):
-    """One number to be made of every window of images, each by itself; or the gradients of that."""
+    """Compute one number from every window of images, each image separately; or the gradients of this."""
 
     _READ: ClassVar[tuple[str, ...]] = ("xs",)
     _WRITTEN: ClassVar[tuple[str, ...]] = ("outs",)
 
-    windows: Windows  # channels: of each image
+    windows: Windows  # `channels` has one entry per image
     outs: tuple[Operand, ...]
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        """What is read; the first is laid out as the caller's images are."""
+        """The arrays that are read; the first one has the layout of the caller's images."""
         return tuple(operand for name in self._READ for operand in getattr(self, name))
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """What is written."""
+        """The arrays that are written."""
         return tuple(operand for name in self._WRITTEN for operand in getattr(self, name))
 
     @property
@@ -93,7 +93,7 @@ class PoolingProblem(PassProblem):
 
     @property
     def each(self) -> list[Self]:
-        """A problem for each image whose result has elements."""
+        """One problem per image whose result has elements."""
         return [self._one(i) for i, out in enumerate(self.outs) if out.nbytes]
 
     def _one(self, i: int) -> Self:
@@ -112,7 +112,7 @@ class PoolingProblem(PassProblem):
 
     @property
     def flops(self) -> int:
-        """A comparison or an addition for each tap of each window."""
+        """One comparison or addition per tap and window."""
         windows = self.windows
         channels = sum(count for count, out in zip(windows.channels, self.outs) if out.nbytes)
         return windows.batch * channels * windows.pixels * windows.taps
@@ -120,7 +120,7 @@ class PoolingProblem(PassProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxPoolProblem(PoolingProblem):
-    """The largest element of every window; and where it lies in its image, counted in C order, if that is asked for."""
+    """Find the maximum of every window and, on request, its index in the image, counted in C order."""
 
     operation = "max_pool"
     _WRITTEN = ("outs", "indices")
@@ -131,7 +131,7 @@ class MaxPoolProblem(PoolingProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxPoolGradientProblem(PoolingProblem):
-    """The gradients of images of which the largest elements were taken, from these and their gradients."""
+    """Compute the gradients of images from the images, their maxima, and the gradients of the maxima."""
 
     operation = "max_pool gradient"
     _READ = ("xs", "ys", "grads")
@@ -143,12 +143,15 @@ class MaxPoolGradientProblem(PoolingProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanProblem(PoolingProblem):
-    """A sum for every window, over how many of its taps lie in `counted`: along each axis the first place, and the end."""
+    """Divide the sum of every window by the number of its taps that lie inside `counted`.
+
+    `counted` is a box of positions: the first position along each axis, and the end along each axis.
+    """
 
     counted: tuple[Triple, Triple]
 
     def count(self, axis: int, output: int) -> int:
-        """Taps of a window that count, along one axis."""
+        """The number of taps of a window that count, along one axis."""
         windows, (first, end) = self.windows, (places[axis] for places in self.counted)
         start, step = output * windows.stride[axis] - windows.before[axis], windows.dilation[axis]
         from_tap, to_tap = (max(0, -((start - place) // step)) for place in (first, end))
@@ -157,7 +160,7 @@ class MeanProblem(PoolingProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class AvgPoolProblem(MeanProblem):
-    """The mean of every window."""
+    """Compute the mean of every window."""
 
     operation = "avg_pool"
 
@@ -166,7 +169,7 @@ class AvgPoolProblem(MeanProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class AvgPoolGradientProblem(MeanProblem):
-    """The gradients of images of which means were taken."""
+    """Compute the gradients of images from the gradients of their means."""
 
     operation = "avg_pool gradient"
     _READ = ("grads",)
@@ -176,15 +179,15 @@ class AvgPoolGradientProblem(MeanProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class ElementwiseGradProblem(PassProblem):
-    """A gradient to be taken back through what was done to each element by itself."""
+    """Propagate a gradient back through an elementwise operation."""
 
     grad: Operand
-    out: Operand | None = None  # the gradient before that
-    sums: Operand | None = None  # of each channel, in the accumulator's dtype
+    out: Operand | None = None  # the gradient before that operation
+    sums: Operand | None = None  # channel sums, in the accumulator's dtype
 
     @property
     def images(self) -> tuple[Operand, ...]:
-        """What each element is read from and written to."""
+        """The images from which each element is read, and to which it is written."""
         raise NotImplementedError
 
     @property
@@ -194,12 +197,15 @@ class ElementwiseGradProblem(PassProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class EpilogueGradProblem(ElementwiseGradProblem):
-    """A gradient to be taken back through an epilogue: its activation, and the sums (1, C, 1, 1, 1) that a bias receives."""
+    """Propagate a gradient back through an epilogue: its activation, and the bias.
+
+    The gradient of the bias is the channel sums (1, C, 1, 1, 1).
+    """
 
     operation = "epilogue_grad"
 
     activation: Activation = IDENTITY
-    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
+    saved: Operand | None = None  # determines the activation's derivative; None without an activation
 
     @property
     def images(self) -> tuple[Operand, ...]:
@@ -211,7 +217,7 @@ class EpilogueGradProblem(ElementwiseGradProblem):
 
     @property
     def does(self) -> list[str]:
-        """What is done, in words."""
+        """The parts of this operation in words."""
         return [f"derivative of {self.activation}"] * bool(self.saved) + ["sums of channels"] * bool(self.sums)
 
     @property
@@ -225,15 +231,15 @@ class EpilogueGradProblem(ElementwiseGradProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class PrologueGradProblem(ElementwiseGradProblem):
-    """A gradient of transformed elements to be taken back through the prologue that made them of `x`.
+    """Propagate a gradient of transformed elements back through the prologue that computed them from `x`.
 
-    The sums (1, 2 C, 1, 1, 1) are each channel's of scale and of shift.
+    The sums (1, 2 C, 1, 1, 1) are interleaved: for each channel that of scale, then that of shift.
     """
 
     operation = "prologue_grad"
 
     x: Operand
-    prologue: Prologue  # of these channels
+    prologue: Prologue  # for these channels
 
     @property
     def images(self) -> tuple[Operand, ...]:
@@ -253,7 +259,7 @@ class PrologueGradProblem(ElementwiseGradProblem):
 
 
 def _sliding(windows: Windows) -> str:
-    """Windows and what they slide over, in words."""
+    """The kernel's size and the images that it slides over, in words."""
     kernel, size = ("x".join(map(str, windows.spatial(triple))) for triple in (windows.kernel, windows.size))
     return f"kernel {kernel} on {windows.batch} x {size}"
 

@@ -1,8 +1,8 @@
-"""The decision: what will run, as data.
+"""The plan: what will run, as data.
 
-A `Plan` is a small program over named buffers.  Planning writes it, a backend executes it, `explain` prints it.  On CUDA
-its steps are ints and strings only: kernel launches, matrix products and Fourier transforms.  On NumPy a step is an object of the backend's,
-which holds such ints and can run itself.
+A `Plan` is a small program over named buffers.  Planning writes it, a backend executes it, and `explain` prints it.  On
+CUDA its steps contain only ints and strings: kernel launches, matrix products and Fourier transforms.  On NumPy a step
+is an object of the backend that holds such ints and can run itself.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any, Protocol
 
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
-#: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
+#: Maximum number of inputs in a kernel's parameter table (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 60
-#: Convolutions that one grid may do (MAX_PHASES of kernels/reduction.cuh).
+#: Maximum number of convolutions per grid (MAX_PHASES of kernels/reduction.cuh).
 MAX_PHASES = 8
-#: Inputs of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
+#: Maximum number of inputs of the fused merge, which needs fewer parameters per input (MAX_MERGED of kernels/merge.cu).
 MAX_MERGED = 120
-#: Inputs of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
+#: Maximum number of inputs of a kernel that holds the parameters of two convolutions (MAX_PAIR_SOURCES of
+#: kernels/conv_pair.cu).
 MAX_PAIR_SOURCES = 32
-#: Steps alike, one after the other, up to which a page has them all.
+#: Maximum number of consecutive similar steps that are all printed.
 _LISTED = 4
 
 
 @dataclass(frozen=True)
 class Address:
-    """A place in a named buffer: an argument (``"x[0]"``, ``"weight"``, ``"out"``) or workspace."""
+    """A position in a named buffer: an argument (``"x[0]"``, ``"weight"``, ``"out"``) or workspace."""
 
     buffer: str
     offset: int = 0  # bytes
@@ -40,10 +41,11 @@ class Address:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Workspace the plan asks for; lives until its last step has been enqueued.
+    """A workspace buffer of a plan; it lives until the last step is enqueued.
 
-    What is `is_kept` is counted, not allocated: a library has it for itself, or it is a form of the argument `of`, which
-    the launch `made_by` makes of that once.  Such a form lives on, and is beside the limit on workspace.
+    A buffer that `is_kept` is counted, not allocated.  It belongs to a library, or it is a form of the argument `of`,
+    which the launch `made_by` computes once.  Such a form outlives the call and does not count against the workspace
+    limit.
     """
 
     name: str
@@ -54,18 +56,18 @@ class Buffer:
 
     @property
     def space(self) -> int:
-        """Bytes up to where the next one may start."""
+        """Bytes up to where the next buffer may start."""
         return -(-self.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
 
     @staticmethod
     def parts_in(room: int, nbytes: int) -> int:
-        """How many parts of so many bytes a buffer may have whose `space` is within this room."""
+        """The number of parts of `nbytes` bytes in the largest buffer whose `space` is at most `room`."""
         return room // Plan.ALIGNMENT * Plan.ALIGNMENT // nbytes
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """An argument whose dtype is not the one computed with: converted before the first step."""
+    """An argument whose dtype differs from that of the computation; it is converted before the first step."""
 
     buffer: str
     source: str
@@ -77,7 +79,7 @@ class Conversion:
 
 
 class Step(Protocol):
-    """One thing that a backend does: a launch or a GEMM call on CUDA, a loop on NumPy."""
+    """One operation of a backend: a launch or a GEMM call on CUDA, a loop on NumPy."""
 
     @property
     def flops(self) -> int: ...
@@ -87,12 +89,12 @@ class Step(Protocol):
 
     @property
     def shape_of_work(self) -> object:
-        """What must agree for two steps to print as one line."""
+        """The value in which two steps agree that are printed as one line."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled variant: ``kernels/<name>.cu`` specialised by ``-D`` macros, entry point `name`."""
+    """One compiled variant: ``kernels/<name>.cu`` specialized by ``-D`` macros, with entry point `name`."""
 
     name: str
     macros: tuple[tuple[str, str], ...] = ()
@@ -105,9 +107,9 @@ class Kernel:
 class KernelLaunch:
     """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
 
-    `arithmetic_seconds` is what its arithmetic takes on the GPU planned for, by the cost model; `l2_bytes` are what its
-    blocks ask the L2 cache for by their tiles, 0 where planning does not count them.
-    The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
+    `arithmetic_seconds` is the time of its arithmetic on the planned GPU, by the cost model.  `l2_bytes` are the bytes
+    that its blocks request from the L2 cache for their tiles, or 0 if planning does not count them.  The blocks of a
+    `cooperative` launch are all resident on the GPU at once, so they may wait for each other.
     """
 
     kernel: Kernel
@@ -135,13 +137,13 @@ class KernelLaunch:
 
     @property
     def shape_of_work(self) -> object:
-        """What must agree for two launches to print as one line."""
+        """The value in which two launches agree that are printed as one line."""
         return self.kernel, self.purpose
 
 
 @dataclass(frozen=True)
 class LaunchLoop:
-    """Launches made `times` times in turn; their parameter `counter` is `first` in the first round, then one more."""
+    """Launches repeated `times` times; their parameter `counter` begins with `first` and grows by one per round."""
 
     launches: tuple[KernelLaunch, ...]
     times: int
@@ -168,10 +170,10 @@ class LaunchLoop:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Steps made `times` times in turn, for one chunk of the work after the other.
+    """Steps repeated `times` times, once per chunk of the work.
 
-    `first` are those of the first round, `second` of the second.  What differs between them, which is where they read and
-    write and at which pixel they begin, goes on as far from each round to the next.
+    `first` holds the steps of the first round, `second` those of the second.  The differences between them (where they
+    read and write, and at which pixel they begin) repeat with the same increment from each round to the next.
     """
 
     first: tuple[Step, ...]
@@ -195,14 +197,17 @@ class Rounds:
         return self.times * sum(step.flops for step in self.first)
 
     def round(self, number: int) -> tuple[Step, ...]:
-        """The steps of a round."""
+        """The steps of round `number`."""
         steps = going_on(self.first, self.second, number)
         assert steps is not None, "rounds are alike"
         return steps
 
 
 def going_on(first: Any, second: Any, number: int) -> Any:
-    """What comes `number` rounds after the first, given the second; None where the two differ in more than places."""
+    """Extrapolate `first` and `second` to the value `number` rounds after the first.
+
+    Returns None if the two differ in more than positions.
+    """
     if type(first) is not type(second):
         return None
     if isinstance(first, Address):
@@ -226,14 +231,16 @@ def going_on(first: Any, second: Any, number: int) -> Any:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One operand of a batched GEMM, row-major: `rows x columns` lies in memory with leading
-    dimension `ld`, or transposed (``columns x rows``) where `transposed`.  Element strides."""
+    """One operand of a batched GEMM, row-major: `rows x columns` with leading dimension `ld`.
+
+    If `transposed`, ``columns x rows`` is stored instead.  Strides are in elements.
+    """
 
     at: Address
     ld: int
     stride: int
     transposed: bool = False
-    conjugated: bool = False  # only where transposed: cuBLAS has no other
+    conjugated: bool = False  # only with `transposed`: cuBLAS has no conjugation without transposition
 
     def __str__(self) -> str:
         mark = "ᴴ" if self.conjugated else "ᵀ" if self.transposed else ""
@@ -257,7 +264,7 @@ class GemmCall:
     b: Matrix
     c: Matrix
     batch: int
-    dtype: str  # of A and B
+    dtype: str  # dtype of A and B
     c_dtype: str
     compute: str  # "float32", "tf32" or "float64"
     beta: int = 0
@@ -281,7 +288,7 @@ class GemmCall:
 
     @property
     def bytes_moved(self) -> int:
-        """A matrix shared by the batch counts once; C is read too where it is added to."""
+        """A matrix that the batch shares counts once; C is also read if the product is accumulated into it."""
         batch = [1 if matrix.stride == 0 else self.batch for matrix in (self.a, self.b)]
         read = (batch[0] * self.m * self.k + batch[1] * self.k * self.n) * ITEMSIZE[self.dtype]
         return read + self.batch * self.m * self.n * ITEMSIZE[self.c_dtype] * (1 + self.beta)
@@ -289,18 +296,19 @@ class GemmCall:
 
 @dataclass(frozen=True)
 class Transform:
-    """`batch` fast Fourier transforms along one to three axes, in one cuFFT call.  Neither way divides by anything.
+    """`batch` fast Fourier transforms along one to three axes, in one cuFFT call.  Neither direction is normalized.
 
-    Images of real numbers have half the frequencies along the last axis.  Element i of image b lies, on either side, at
-    b * (elements of an image) + i; where they are `interleaved` at i * batch + b.  The source may be overwritten.
-    `work_bytes` of memory are counted for cuFFT to work in: an estimate, until a device has turned out to need more.
+    Real images have half the frequencies along the last axis.  On both sides, element i of image b is stored at b *
+    (elements of an image) + i.  If the images are `interleaved`, it is stored at i * batch + b.  The transform may
+    overwrite its source.  `work_bytes` is the work area counted for cuFFT: an estimate, until a device has turned out
+    to need more.
     """
 
     size: tuple[int, ...]
     batch: int
     source: Address
     target: Address
-    dtype: str  # of the images
+    dtype: str  # dtype of the images
     inverse: bool = False  # from spectra to images
     interleaved: bool = False
     purpose: str = ""
@@ -325,19 +333,19 @@ class Transform:
 
     @property
     def flops(self) -> int:
-        """By the usual count: 5 n log2(n) for complex numbers, half of it for real ones."""
+        """By the usual count: 5 n log2(n) for complex numbers, half of that for real numbers."""
         n = prod(self.size)
         return int(self.batch * n * log2(n) * (5 if is_complex(self.dtype) else 2.5))
 
     @property
     def bytes_moved(self) -> int:
-        """Images and spectra, once for each axis."""
+        """Images and spectra, once per axis."""
         item = ITEMSIZE[self.dtype]
         spectrum = prod(self.frequencies) * (item if is_complex(self.dtype) else 2 * item)
         return len(self.size) * self.batch * (prod(self.size) * item + spectrum)
 
 
-#: What may go on from round to round of each type, at whatever depth.
+#: The fields of each type that may change from round to round, at any depth.
 _MOVING = {
     KernelLaunch: ("params",),
     LaunchLoop: ("launches", "first"),
@@ -349,52 +357,53 @@ _MOVING = {
 
 
 def every_step(steps: Iterable[Step]) -> Iterator[Step]:
-    """Each step that there is, of rounds those of the first."""
+    """Yield each step; of rounds, the steps of the first round."""
     for step in steps:
         yield from every_step(step.first) if isinstance(step, Rounds) else (step,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call would run, and why.
+    """The plan of a call: what would run, and why.
 
     Printing a plan gives a page for people; its fields are for programs.  The lines of the page:
 
-    =============  ========================================================================================================
+    =============  =====================================================================================================
     (the first)    the problem: channels, kernel, samples x spatial size, padding
-    result         dtype, shape, and order in memory (C order, or channels last)
-    method         which method was chosen, on which processor, with what time the cost model predicts
-    work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or the time that
-                   launching takes
+    result         dtype, shape, and memory order (C order, or channels-last)
+    method         the chosen method, the processor, and the time that the cost model estimates
+    work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or launch
+                   overhead
     workspace      temporary memory, by buffer
-    steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
-                   sizes, ``fft`` (transforms, by cuFFT), ``rounds`` of these for chunks that fit the workspace, ``loop`` over blocks of work on NumPy,
-                   ``convert`` (a copy in another dtype)
-    not ...        why another method was not chosen: that it does not apply, or what it takes by the model
-    note           what makes this call slower or wider than it had to be
-    =============  ========================================================================================================
+    steps          what runs, in order: ``kernel`` with its grid, block and shared memory; ``gemm`` (a matrix product)
+                   with its sizes; ``fft`` (transforms, by cuFFT); ``rounds`` of these for chunks that fit the
+                   workspace; ``loop`` over blocks of work on NumPy; ``convert`` (a copy in another dtype)
+    not ...        why another method was not chosen: it does not apply, or its estimated time
+    note           what makes this call slower, or its dtype wider, than necessary
+    =============  =====================================================================================================
 
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"``, ``"implicit_gemm"``, ``"winograd"`` or ``"fft"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
-        ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"max_pool"`` ...
+        ``"direct"``, ``"gemm"``, ``"implicit_gemm"``, ``"winograd"`` or ``"fft"``; for a chain ``"fused"`` or
+        ``"unfused"``; for recurrent layers ``"step"`` or ``"persistent"``; otherwise the function's name: ``"im2col"``,
+        ``"max_pool"`` ...
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str
-        The processor planned for, in words.
+        The processor of the plan, in words.
     steps : tuple
-        What runs, in order: launches, GEMM calls and transforms on CUDA, loops on NumPy.
+        The steps in order: launches, GEMM calls and transforms on CUDA, loops on NumPy.
     workspace_bytes : int
-        Bytes allocated beyond the result.
+        Bytes allocated in addition to the result.
     flops, bytes_moved : int
-        Floating-point operations, and bytes the steps read and write.
+        Floating-point operations, and bytes that the steps read and write.
     bound : str
-        What limits it: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
+        What limits the speed: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
     reason, price : str
-        How it is done, and what it takes by the cost model, in words.
+        How the method computes the result, and its estimated time by the cost model, in words.
     rejected : tuple of (method, reason)
-        The methods not taken.
+        The methods that were not chosen.
 
     Examples
     --------
@@ -423,7 +432,7 @@ class Plan:
     workspace: tuple[Buffer, ...] = ()
     workspace_bytes: int = field(init=False)
 
-    #: Every workspace buffer starts on this boundary.
+    #: Alignment in bytes of every workspace buffer.
     ALIGNMENT = 256
 
     def __post_init__(self) -> None:
@@ -432,7 +441,7 @@ class Plan:
 
     @property
     def how(self) -> str:
-        """How it is done and what that takes, as the page has it."""
+        """The reason and the estimated time, as the page shows them."""
         return "; ".join(filter(None, (self.reason, self.price)))
 
     def __str__(self) -> str:
@@ -456,7 +465,7 @@ class Plan:
 
 
 def _listed(steps: tuple[Step, ...]) -> list[str]:
-    """Steps as lines, of which those that differ only in addresses and sizes are printed once: runs, and rounds of runs."""
+    """Format steps as lines; steps that differ only in addresses and sizes, and rounds of them, appear once."""
     runs = [list(alike) for _, alike in groupby(steps, key=lambda step: step.shape_of_work)]
     known: dict[object, int] = {}
     kinds = [known.setdefault((run[0].shape_of_work, len(run)), len(known)) for run in runs]
@@ -477,7 +486,7 @@ def _listed(steps: tuple[Step, ...]) -> list[str]:
 
 
 def _rounds(kinds: list[int], at: int) -> tuple[int, int]:
-    """Rounds that are equal and begin at this place: (length of one, how many); (1, 1) where there are none."""
+    """Find equal rounds that begin at this position: (length of one, count), or (1, 1) if there are none."""
     for period in range(1, (len(kinds) - at) // 2 + 1):
         if kinds[at] == kinds[at + period]:
             one, rounds = kinds[at : at + period], 1
@@ -489,7 +498,7 @@ def _rounds(kinds: list[int], at: int) -> tuple[int, int]:
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of a thing whose plural ends in "s", in words."""
+    """A number of things in words; the plural of `thing` ends in "s"."""
     return f"{number:,} {thing}" + "s" * (number != 1)
 
 

@@ -1,15 +1,15 @@
-"""The polyphase decomposition: a transposed convolution as ordinary ones of stride 1, one for each phase of its result.
+"""The polyphase decomposition: a transposed convolution as convolutions of stride 1, one per phase of its result.
 
 Along an axis of stride s = 2, with a kernel of three taps::
 
-    result       i   o i o i o i        a phase: elements whose i + before leaves one rest modulo s
-    taps             1 . 1 . 1 .        they are reached through the same taps: one phase by tap 1,
-                     . 0 . 0 . 0        the other by taps 0 and 2
+    result       i   o i o i o i        a phase: elements with the same remainder of i + before modulo s
+    taps             1 . 1 . 1 .        the same taps reach all of them: tap 1 reaches one phase,
+                     . 0 . 0 . 0        taps 0 and 2 reach the other
                      . 2 . 2 . 2
 
-A phase is a convolution of x with those taps, last to first.  With g = gcd(stride, dilation) the taps of a phase
-are stride / g apart and lie dilation / g pixels of x apart; the phase that no tap reaches is zeros.  Everything is
-a view: of the weight by strides, of x cut where a window would begin inside it, of the result by its steps.
+A phase is a convolution of x with those taps in reverse order.  With g = gcd(stride, dilation), the taps of a phase
+are stride / g apart in the kernel, and dilation / g pixels apart in x.  A phase that no tap reaches is zero.  All
+arrays are views: the weight and the result with larger strides, and x cropped to the part that windows read.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from cupyconv.problem.arrays import Operand, c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
-#: Phases into which a result may be cut: each has launches of its own.
+#: Maximum number of phases of a result: each phase has its own launches.
 MOST_PHASES = 64
 
 
 @dataclass(frozen=True)
 class AxisPhase:
-    """Elements ``first``, ``first + stride`` ... of an axis, `count` of them, as a convolution along that axis."""
+    """Elements ``first``, ``first + stride`` ... of an axis, `count` in total, as a convolution along that axis."""
 
     first: int
     count: int
-    taps: range  # of the kernel, in the order in which they meet x; empty where nothing reaches the phase
+    taps: range  # taps of the kernel, in the order in which they meet x; empty if no tap reaches the phase
     dilation: int
     before: int
-    after: int  # of x; negative ones cut it
+    after: int  # padding of x, as `before`; negative values crop x
 
 
 def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, dilation: int) -> list[AxisPhase]:
-    """The phases of an axis of `size` elements, reached from `pixels` of x."""
+    """The phases of an axis of `size` elements, reached from `pixels` pixels of x."""
     common = gcd(stride, dilation)
     tap_step, gap = stride // common, dilation // common
     phases = []
@@ -47,7 +47,7 @@ def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, d
         count = (size - 1 - first) // stride + 1
         nothing = AxisPhase(first, count, range(0), 1, 0, 0)
         window, rest = divmod(first + before, stride)
-        # The least t for which t * dilation leaves the same rest.
+        # The smallest t for which t * dilation has the same remainder.
         lowest = rest // common * pow(gap, -1, tap_step) % tap_step
         if rest % common or lowest >= kernel:
             phases.append(nothing)
@@ -62,7 +62,7 @@ def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, d
 
 
 def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
-    """The phases of a result's elements, along its three axes; NotApplicable where there are too many."""
+    """The phases of a result along its three axes; raises NotApplicable if there are too many."""
     count = prod(map(min, geometry.stride, geometry.size))
     if count > MOST_PHASES:
         raise NotApplicable(f"stride {geometry.stride} makes {count} phases, {MOST_PHASES} are allowed")
@@ -80,11 +80,12 @@ def phases_along(geometry: ConvGeometry) -> list[list[AxisPhase]]:
 
 
 def joint_phase(phases: list[AxisPhase], pixels: int, stride: int) -> tuple[AxisPhase, list[AxisPhase]]:
-    """All phases of an axis as outputs of one convolution along it, whose window has room for the taps of each; and these.
+    """All phases of an axis as outputs of one convolution, whose window covers the taps of each phase.
 
-    An element of a phase is the output of the window that its taps begin in; where the window would have to be longer for
-    some phase, that one begins a window later: its `first` is before the axis then.  NotApplicable where some phase has
-    no taps, or taps that are pixels apart.
+    Returns this convolution along the axis, and the phases as its outputs.  An element of a phase is the output of the
+    window in which its taps begin.  If this needs a longer window for some phase, that phase begins one window later;
+    its `first` is then before the axis.  Raises NotApplicable if a phase has no taps, or taps that are several pixels
+    apart.
     """
     if len(phases) == 1 and phases[0].taps:
         return phases[0], phases
@@ -101,7 +102,10 @@ def joint_phase(phases: list[AxisPhase], pixels: int, stride: int) -> tuple[Axis
 
 
 def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
-    """A convolution for each phase of each result, with the exchanged `weight`; NotApplicable where none computes the same."""
+    """One convolution per phase of each result, with the exchanged `weight`.
+
+    Raises NotApplicable if no convolutions compute the same.
+    """
     geometry = problem.geometry
     if geometry.padding_mode != "constant":
         raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several phases together")
@@ -116,7 +120,10 @@ def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProb
 
 
 def exchanged_view(problem: TransposedProblem) -> Operand | None:
-    """The weight as convolutions with x take it, (channels of the results, outputs of a group, taps); None where no view is that."""
+    """The weight as convolutions with x need it: (channels of the results, outputs of a group, taps).
+
+    Returns None if no view has this layout.
+    """
     weight, geometry, shape = problem.weight, problem.geometry, exchanged_shape(problem.geometry)
     if 0 in shape:
         return weight.view(shape, c_strides(shape), 0)
@@ -132,17 +139,20 @@ def exchanged_view(problem: TransposedProblem) -> Operand | None:
 
 
 def exchanged_shape(geometry: ConvGeometry) -> tuple[int, ...]:
-    """That of the weight, outputs and channels of each group exchanged."""
+    """The shape of the weight with the outputs and channels of each group exchanged."""
     return (geometry.in_channels, geometry.group_outputs, *geometry.kernel)
 
 
 def results_apart(problem: TransposedProblem) -> list[TransposedProblem]:
-    """Problems of a result each that has whole groups, or channels of one of them; without groups the problem itself."""
+    """Split the problem so that each part has one result, which is whole groups or channels of one group.
+
+    Without groups, or with one result, the problem itself is returned.
+    """
     geometry = problem.geometry
     channels, outputs = geometry.group_channels, geometry.group_outputs
     if geometry.groups == 1 or len(problem.outs) == 1:
         return [problem]
-    (x,) = problem.xs  # several results are those of an input gradient, which is given one array
+    (x,) = problem.xs  # only an input gradient has several results, and it has one input array
     parts = []
     for out, begin in zip(problem.outs, geometry.channel_offsets):
         end = begin + out.shape[1]
@@ -180,7 +190,7 @@ def is_reached(phase: tuple[AxisPhase, ...]) -> bool:
 def phase_problem(
     problem: TransposedProblem, phase: tuple[AxisPhase, ...], out: Operand, weight: Operand
 ) -> ConvProblem:
-    """The convolution of x with the taps of a phase, which are `weight`, that is its part of a result."""
+    """The convolution of x with the taps of a phase, `weight`, that computes this phase of a result."""
     geometry, reached = problem.geometry, is_reached(phase)
     xs = tuple(_cut(x, phase) for x in problem.xs) if reached else problem.xs[:1]
     pads = [(max(axis.before, 0), max(axis.after, 0)) for axis in phase]
@@ -218,7 +228,7 @@ def phase_problem(
 
 
 def _taps(weight: Operand, phase: tuple[AxisPhase, ...], channels: int, first: int) -> Operand:
-    """The taps of a phase, of the channels of a result, which begin with `first`."""
+    """The taps of a phase, for the channels of a result, beginning with channel `first`."""
     taps = [axis.taps for axis in phase]
     offset = first * weight.stride_n + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
     return weight.view(
@@ -229,7 +239,7 @@ def _taps(weight: Operand, phase: tuple[AxisPhase, ...], channels: int, first: i
 
 
 def _cut(x: Operand, phase: tuple[AxisPhase, ...]) -> Operand:
-    """The part of x that windows read."""
+    """The part of x that the windows read."""
     begins = [max(0, -axis.before) for axis in phase]
     ends = [extent - max(0, -axis.after) for extent, axis in zip(x.shape[2:], phase)]
     shape = (*x.shape[:2], *(end - begin for begin, end in zip(begins, ends)))

@@ -1,4 +1,4 @@
-"""The problems that are planned: what is to be computed, where its arrays lie, the settings and the processor."""
+"""The problems that are planned: what to compute, the layout of the arrays, the settings and the processor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Buffer, Conversion, Plan, Step, counted
 
-#: What ``method=`` may name for a convolution, its transpose and its gradients.  Not every backend has each of them.
+#: Values of ``method=`` for a convolution, its transpose and its gradients.  Not every backend has all of them.
 METHODS = ("direct", "gemm", "implicit_gemm", "winograd", "fft")
-#: Why a method is not taken that a backend does not have for an operation.
+#: The refusal of a method that a backend does not have for an operation.
 NO_SUCH_METHOD = "there is no such method of this operation on this backend"
 
 
@@ -25,10 +25,10 @@ NO_SUCH_METHOD = "there is no such method of this operation on this backend"
 class HostModel:
     """The processor of the NumPy backend."""
 
-    #: The backend that runs what is planned for it.
+    #: The backend that runs the plans for this processor.
     backend: ClassVar[str] = "numpy"
-    threads: int  # 0: as many as the backend finds worth it
-    #: As many as the backend found worth it, of which a way may take fewer; 0 where the caller has said how many there are.
+    threads: int  # 0: the backend chooses the number
+    #: The number that the backend chose, of which an implementation may use fewer; 0 if the caller set the number.
     most: int = 0
 
     def __str__(self) -> str:
@@ -37,14 +37,17 @@ class HostModel:
 
 Machine = HostModel | GpuModel
 
-#: Operations per byte beyond which a few cores are busier than their memory.
+#: Operations per byte above which arithmetic, not memory, limits a few cores.
 _HOST_BALANCE = 8
-#: Bytes of workspace allowed unless `options` says otherwise.
+#: Default workspace limits in bytes; `options` overrides them.
 DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
 
 class NotApplicable(ValueError):
-    """A method cannot do this problem; the message says why, and `needed` how many bytes of workspace would do, if any would."""
+    """A method cannot solve this problem.
+
+    The message says why; `needed` is the workspace in bytes that would be enough, if any would.
+    """
 
     def __init__(self, why: str, needed: float = inf) -> None:
         super().__init__(why)
@@ -52,25 +55,25 @@ class NotApplicable(ValueError):
 
     @classmethod
     def of_the_least(cls, refusals: Iterable[tuple[float, str]]) -> NotApplicable:
-        """The reason of several ways, each given by the bytes that it needs and its words: that of the one that needs least."""
+        """The refusal of several implementations, each given by its bytes and reason: that with the fewest bytes."""
         needed, why = min(refusals, key=itemgetter(0))
         return cls(why, needed)
 
 
 class UnlikeItsModel(RuntimeError):
-    """A plan asks for what the device turned out not to have, as its model says from now on."""
+    """A plan needs something that the device turned out not to have; its model records this from now on."""
 
 
 class TooManyBlocks(UnlikeItsModel):
-    """A plan has more blocks that wait for each other than the device has room for, as its model says from now on."""
+    """A cooperative launch has more blocks than the device can run at once; its model records this from now on."""
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """What happens to each element of the inputs as it is loaded:  f(scale[c] * x + shift[c]), c counts merged channels.
+    """Transformation of each input element as it is loaded:  f(scale[c] * x + shift[c]); c counts merged channels.
 
-    `scale` and `shift` are vectors (1, C, 1, 1, 1); either may be absent.  The definition is of the transformed image:
-    padding is of zeros that are not transformed, and a padding mode's elements are copies of transformed ones.
+    `scale` and `shift` are vectors (1, C, 1, 1, 1); either may be absent.  The convolution is defined on the
+    transformed image: zero padding is not transformed, and other padding modes copy transformed elements.
     """
 
     scale: Operand | None = None
@@ -90,13 +93,13 @@ class Prologue:
         return tuple(vector for vector in (self.scale, self.shift) if vector)
 
 
-#: Elements are taken as they lie.
+#: No transformation of the input elements.
 NO_PROLOGUE = Prologue()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What every decision under a limit on workspace rests on."""
+    """The common fields of all problems: processor, settings and notes."""
 
     machine: Machine
     workspace_limit: int | None = None
@@ -111,33 +114,34 @@ class Problem:
 
     @property
     def host(self) -> HostModel:
-        """The machine, of a problem that is planned for NumPy."""
+        """The machine, for a problem planned for NumPy."""
         assert isinstance(self.machine, HostModel)
         return self.machine
 
     @property
     def gpu(self) -> GpuModel:
-        """The machine, of a problem that is planned for CUDA."""
+        """The machine, for a problem planned for CUDA."""
         assert isinstance(self.machine, GpuModel)
         return self.machine
 
     def limit_with(self, weights: int) -> int:
-        """The limit where weights have to be copied whole: what of their bytes passes half of it comes on top.
+        """The limit if `weights` bytes of weights have to be copied whole: bytes beyond half of it come on top.
 
-        At no limit is less left beside them than at a smaller one.
+        This way a larger limit never leaves less memory for the other buffers.
         """
         return max(self.limit, min(self.limit, weights) + weights)
 
     def no_room(self, what: str, needed: int, room: int) -> NotApplicable:
-        """Why `what` is not done, which needs more bytes than there is room for: in bytes of the limit that the caller knows,
-        without what `limit_with` has put on top of it.
+        """The refusal of `what`, which needs `needed` bytes but has only `room`.
+
+        The message counts the bytes relative to the caller's limit, without the bytes that `limit_with` added to it.
         """
         least = needed - (room - self.limit)
         return NotApplicable(f"{what} needs {least:,} bytes of workspace, the limit is {self.limit:,}", least)
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
-        """Arguments and results, None for one that is absent."""
+        """Arguments and results; None for an absent one."""
         raise NotImplementedError
 
     @property
@@ -156,12 +160,12 @@ class Problem:
 
     @property
     def minimal_bytes(self) -> int:
-        """Every argument and result once: the fewest bytes any method can move."""
+        """Every argument and result once: the minimum number of bytes that any method moves."""
         return sum(array.nbytes for array in self.arrays if array is not None)
 
     @property
     def turns(self) -> int:
-        """Parts of the work of which each waits for the one before."""
+        """The number of sequential parts of the work; each waits for the part before it."""
         return 1
 
     @property
@@ -170,7 +174,7 @@ class Problem:
         return "memory" if self.flops < _HOST_BALANCE * self.minimal_bytes else "arithmetic"
 
     def planned(self, steps: Sequence[Step], sizes: Mapping[str, int] = {}, **rest: Any) -> Plan:
-        """The plan of these steps, with workspace of these sizes; `rest` is what the problem does not know of it."""
+        """The plan of these steps, with workspace of these sizes; `rest` are fields that the problem does not know."""
         known: dict[str, Any] = dict(
             backend=self.machine.backend,
             device=str(self.machine),
@@ -187,7 +191,7 @@ class Problem:
         return Plan(**known | rest)
 
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
-        """The problem with what the conversions leave of the workspace: they take their share first."""
+        """The problem with the part of the workspace limit that the conversions leave."""
         if not conversions:
             return self
         left = self.limit - sum(conversion.nbytes for conversion in conversions)
@@ -196,13 +200,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductsProblem(Problem):
-    """A problem of sums of products: those of the convolution `geometry`, of inputs and another factor."""
+    """A problem of sums of products: those of the convolution `geometry`, between inputs and another factor."""
 
     geometry: ConvGeometry
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
-    weight_is_constant: bool = False  # the same in every run: what is made of it may be kept
+    weight_is_constant: bool = False  # the same in every run: its derived forms may be cached
 
     @property
     def dtype(self) -> str:
@@ -211,7 +215,7 @@ class ProductsProblem(Problem):
 
     @property
     def factor_dtype(self) -> str:
-        """Dtype of what the inputs are multiplied with."""
+        """Dtype of the factor that the inputs are multiplied with."""
         raise NotImplementedError
 
     @cached_property
@@ -224,12 +228,12 @@ class ProductsProblem(Problem):
 
     @property
     def is_one_kind(self) -> bool:
-        """Whether both factors are real, or both complex."""
+        """Whether both factors are real, or both are complex."""
         return not (self.x_alone_is_complex or self.factor_alone_is_complex)
 
     @property
     def fft_refusal(self) -> str:
-        """Why Fourier transforms cannot do it, on any processor."""
+        """Why Fourier transforms cannot solve it on any processor; empty if they can."""
         if not self.allow_fft:
             return "options(allow_fft=False) forbids it"
         if self.geometry.taps == 1:
@@ -249,9 +253,9 @@ class ConvProblem(ProductsProblem):
     out: Operand
     bias: Operand | None = None
     residual: Operand | None = None
-    pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
+    pre: Operand | None = None  # receives the pre-activation, if it is saved; its layout is that of the result
     weight_dtype: str
-    conjugate: bool = False  # the weight is taken conjugated, by implicit GEMM alone: a part of an input's gradient
+    conjugate: bool = False  # conjugate the weight, only with implicit GEMM: for a part of an input's gradient
     activation: Activation = IDENTITY
     prologue: Prologue = NO_PROLOGUE
 
@@ -281,9 +285,9 @@ class ConvProblem(ProductsProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainProblem(Problem):
-    """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
+    """Consecutive convolutions: each reads the result of the previous one, ``layer[0]``, ``layer[1]`` ...
 
-    Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
+    Only the last result is an argument of the call.  The workspace limit belongs to the chain, not to its layers.
     """
 
     layers: tuple[ConvProblem, ...]
@@ -291,17 +295,17 @@ class ChainProblem(Problem):
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
-        """Images between layers too, which are none's argument."""
+        """All arrays, including the images between layers, which are not arguments."""
         return (array for layer in self.layers for array in layer.arrays)
 
     @property
     def intermediate_bytes(self) -> int:
-        """Memory of all results but the last."""
+        """Memory of all results except the last."""
         return sum(layer.out.nbytes for layer in self.layers[:-1])
 
     @property
     def minimal_bytes(self) -> int:
-        """Every argument once; an intermediate is none."""
+        """Every argument once, without the intermediate images."""
         return sum(layer.minimal_bytes for layer in self.layers) - 2 * self.intermediate_bytes
 
     @property
@@ -323,7 +327,7 @@ class WeightGradientProblem(ProductsProblem):
     """The gradient of a convolution's weight; `geometry` is that of the convolution, `grad` its result's gradient."""
 
     grad: Operand
-    out: Operand  # with the weight's axes
+    out: Operand  # has the weight's axes
     grad_dtype: str
     prologue: Prologue = NO_PROLOGUE
 
@@ -351,21 +355,21 @@ class WeightGradientProblem(ProductsProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class TransposedProblem(ProductsProblem):
-    """A transposed convolution, which an input gradient is: the adjoint of the convolution `geometry`.
+    """A transposed convolution, or an input gradient: the adjoint of the convolution `geometry`.
 
-    `xs` stand for their concatenation along the channels, which are the convolution's outputs; `outs` have
-    the channels of its inputs, one array each.
+    `xs` stand for their concatenation along the channels, which are the convolution's output channels.  `outs` have the
+    channels of its inputs, one array per input.
     """
 
     operation: str
     weight: Operand  # (out_channels, group_channels, *kernel) of the convolution
     outs: tuple[Operand, ...]
-    pre: Operand | None = None  # where the pre-activation goes that is kept beside the one result
+    pre: Operand | None = None  # receives the pre-activation of the only result, if it is saved
     bias: Operand | None = None
     weight_dtype: str
-    conjugate: bool = False  # the weight is taken conjugated
+    conjugate: bool = False  # conjugate the weight
     activation: Activation = IDENTITY
-    #: Whether 0 times the weight is 0, so that zeros may be read where the definition has no term.
+    #: Whether 0 times the weight is 0: zeros may then be read where the definition has no term.
     weight_is_finite: bool = True
 
     @property
@@ -398,7 +402,7 @@ def check_method(method: object, known: Sequence[str] = METHODS) -> None:
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(known)}")
 
 
-#: One kind of problem for sums of products.
+#: One class of problems of sums of products.
 ProductsProblemT = TypeVar("ProductsProblemT", bound=ProductsProblem)
 WindowsT = TypeVar("WindowsT", bound=Windows)
 _Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
@@ -413,7 +417,7 @@ def without_empty_inputs(problem: _Merging) -> _Merging:
 
 
 def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
-    """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
+    """The numbers of the inputs that have channels, but at least one number; and the geometry of only these inputs."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
     if len(kept) == len(geometry.channels):
         return kept, geometry

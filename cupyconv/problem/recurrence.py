@@ -1,6 +1,6 @@
-"""The problem of a recurrent layer, as ints: steps, samples, sizes, directions, and what its cell computes.
+"""The problem of a recurrent layer, as ints: steps, samples, sizes, directions, and the function of its cell.
 
-The order of gates is PyTorch's.
+Gates are in PyTorch's order.
 
 ::
 
@@ -22,10 +22,10 @@ from cupyconv.problem.problems import Problem
 
 RECURRENT_METHODS = ("step", "persistent")
 
-#: Gates of each cell.
+#: Number of gates of each cell.
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 
-#: Directions in which each `direction` runs through time: +1 from the first step on, -1 from the last.
+#: Directions in time of each `direction`: +1 begins at the first step, -1 at the last.
 DIRECTIONS = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}
 
 
@@ -41,14 +41,14 @@ class RecurrentGeometry:
         T, N, I and H.
     direction : str
         ``"forward"``, ``"reverse"`` or ``"bidirectional"``.
-    activations : one tuple for each direction
-        Of an rnn (f,); of a gru (f, g): gates, candidate; of an lstm (f, g, h): gates, candidate, cell.
+    activations : one tuple per direction
+        For an rnn (f,); for a gru (f, g): gates, candidate; for an lstm (f, g, h): gates, candidate, cell.
     clip : float or None
         Bound of the gates' pre-activations.
     input_forget : bool
-        An lstm whose f is 1 - i.
+        Whether f is 1 - i in an lstm.
     linear_before_reset : bool
-        A gru whose reset gate multiplies the recurrent product instead of the state.
+        Whether the reset gate of a gru multiplies the recurrent product instead of the state.
     """
 
     cell: str
@@ -73,16 +73,16 @@ class RecurrentGeometry:
 
     @cached_property
     def gates(self) -> int:
-        """Rows of the weights for one hidden unit."""
+        """Rows of the weights per hidden unit."""
         return GATES[self.cell]
 
     @property
     def keeps(self) -> dict[str, tuple[int, ...]]:
-        """What a gradient needs of a run, with shapes: buffers in the dtype computed with, indexed by x's time.
+        """Shapes of the buffers that a gradient needs from the forward pass, in the dtype of the computation.
 
-        ``gates`` is what the activations were applied to.  ``cells`` is an lstm's state after each step.
-        ``candidate`` is what a gru's reset gate changed: R h + b_h of the candidate before it was multiplied,
-        or r * h after.
+        Each is indexed by the time steps of x.  ``gates`` holds the pre-activations.  ``cells`` holds the state of an
+        lstm after each step.  ``candidate`` holds what the reset gate of a gru changed: R h + b_h of the candidate
+        before the multiplication, or r * h after it.
         """
         each = (self.directions, self.steps, self.batch)
         kept: dict[str, tuple[int, ...]] = {"gates": (*each, self.gates * self.hidden)}
@@ -91,7 +91,7 @@ class RecurrentGeometry:
         return kept
 
     def sums(self, peephole: bool) -> int:
-        """Rows of H sums over steps and samples that the gradients of biases and peepholes are taken from."""
+        """Rows of H sums over steps and samples from which the gradients of biases and peepholes are taken."""
         apart = self.cell == "gru" and self.linear_before_reset  # the candidate's two biases
         return self.gates + (1 if apart else 0) + (3 if peephole else 0)
 
@@ -104,13 +104,13 @@ class RecurrentGeometry:
         return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
 
 
-#: Arguments and results that a recurrent layer may have.
+#: Possible arguments and results of a recurrent layer.
 _ROLES = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProblem(Problem):
-    """What is computed of a recurrent layer, of which each step waits for the one before."""
+    """A problem of a recurrent layer, in which each step waits for the previous one."""
 
     geometry: RecurrentGeometry
 
@@ -123,15 +123,15 @@ class LayerProblem(Problem):
 class RecurrentProblem(LayerProblem):
     """A recurrent layer over a sequence, or one step of it.
 
-    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
-    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
+    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole (D, 3*H),
+    states (D, N, H), out (T, N, D*H), lengths (N,), and `kept` as in `RecurrentGeometry.keeps`.
     """
 
     x: Operand
     weight_ih: Operand
     weight_hh: Operand
     out: Operand
-    h: Operand | None = None  # the last state; of a single step, out is that
+    h: Operand | None = None  # the last state; for a single step, `out` is the last state
     c: Operand | None = None  # the last cell state of an lstm
     bias_ih: Operand | None = None
     bias_hh: Operand | None = None
@@ -149,7 +149,7 @@ class RecurrentProblem(LayerProblem):
 
     @property
     def operands(self) -> dict[str, Operand]:
-        """All that are there, arguments and results, by role."""
+        """All present arguments and results by role."""
         given = {role: getattr(self, role) for role in _ROLES if getattr(self, role) is not None}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
@@ -174,7 +174,7 @@ class RecurrentProblem(LayerProblem):
 class RecurrentGradientProblem(LayerProblem):
     """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
 
-    dtype: str  # computed in, and that of the results
+    dtype: str  # dtype of the computation and of the results
     arguments: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
@@ -189,7 +189,7 @@ class RecurrentGradientProblem(LayerProblem):
 
     @property
     def flops(self) -> int:
-        """A product with each weight, and one for its gradient."""
+        """One product with each weight, and one for its gradient."""
         return 4 * self.geometry.products
 
     @property

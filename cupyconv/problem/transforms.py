@@ -1,6 +1,6 @@
-"""The method "fft" as both backends have it: which axes are transformed, what it says of its results.
+"""The parts of the method "fft" that both backends share: transformed axes, shares, and words for plans.
 
-And the shares of groups, or of outputs, that are computed one after the other where the weight's spectra are too large.
+If the weight's spectra are too large, shares of the groups or of the output channels are computed one after the other.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from cupyconv.problem.arrays import Operand, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, Prologue, WeightGradientProblem
 
-#: What a plan says of results.
+#: A plan's note on the results.
 ERRORS = "rounding errors are relative to the largest elements of a tile"
-#: What must fit the workspace limit.
+#: The smallest unit that must fit the workspace limit.
 SMALLEST = "the smallest tile with its spectra"
-#: Shares of groups or of outputs that are computed one after the other, at most.
+#: Maximum number of shares of groups or output channels that are computed one after the other.
 MOST_SHARES = 64
-#: What may be computed in shares.
+#: Problems that may be computed in shares.
 Shared = ConvProblem | WeightGradientProblem
 SharedT = TypeVar("SharedT", bound=Shared)
-#: Of each the array that has a kernel for every output, and those that have an image.
+#: For each, the array with one kernel per output channel, and the arrays with one image per output channel.
 _CUT: dict[type, tuple[str, tuple[str, ...]]] = {
     ConvProblem: ("weight", ("out", "bias", "residual", "pre")),
     WeightGradientProblem: ("out", ("grad",)),
 }
-#: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
+#: Name, begin and end along the channels of each array of a share; empty if the arrays are whole.
 Cut = tuple[tuple[str, int, int], ...]
 
 
@@ -36,7 +36,7 @@ def no_room(limit: int) -> NotApplicable:
 
 
 def is_real(problem: ProductsProblem) -> bool:
-    """Whether transforms are of real numbers."""
+    """Whether the transforms are of real numbers."""
     return not (is_complex(problem.x_dtype) or is_complex(problem.factor_dtype))
 
 
@@ -45,7 +45,10 @@ def transformed_axes(windows: Windows) -> tuple[int, ...]:
 
 
 def share_sizes(geometry: ConvGeometry) -> list[tuple[int, int]]:
-    """Groups, and outputs of each, that may be computed together: all, half of them, and so on to `MOST_SHARES`."""
+    """Numbers of groups and of outputs per group that may be computed together.
+
+    The first entry is all of them; each further entry is half of the previous one, down to 1 / `MOST_SHARES`.
+    """
     shares = [(geometry.groups, geometry.group_outputs)]
     while prod(shares[-1]) > max(1, prod(shares[0]) // MOST_SHARES):
         groups, outputs = shares[-1]
@@ -54,7 +57,7 @@ def share_sizes(geometry: ConvGeometry) -> list[tuple[int, int]]:
 
 
 def share_problem(problem: SharedT, groups: range, outputs: range) -> tuple[SharedT, Cut]:
-    """The problem of some groups, or of some outputs of one."""
+    """The problem of some groups, or of some output channels of one group."""
     geometry = problem.geometry
     if len(groups) == geometry.groups and len(outputs) == geometry.group_outputs:
         return problem, ()

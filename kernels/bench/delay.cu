@@ -1,6 +1,6 @@
-// Keeps the GPU busy for a time, so that the host can enqueue what is measured after it.  Only the benchmark runs it.
+// Keeps the GPU busy while the host enqueues the work that is measured after it.  Only the benchmark runs this kernel.
 //
-// One thread reads the GPU's own nanosecond clock until `nanoseconds` have gone by.
+// One thread reads the nanosecond clock of the GPU until `nanoseconds` have passed.
 extern "C" __global__ void delay(long long nanoseconds) {
     long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));

@@ -1,17 +1,17 @@
-// The merge as it was first written: one block for the whole problem.  Only the demo runs it.
+// The first version of the merge: one block for the whole problem.  Only the demo runs it.
 //
 //     y[n, o, p] = sum_s sum_c weight[o, s * C + c] * x[s, n, c, p]
 //
-// Five fields of 4 channels on 10^6 points, a batch of 4, merged to 4 channels, took 315.9 ms.  Nothing in
-// it is wrong, and every result is right.  What it wastes:
+// Five fields of 4 channels on 10^6 points, a batch of 4, merged to 4 channels, took 315.9 ms.  The code and every
+// result are correct.  It is slow for five reasons:
 //
-//   one block             one multiprocessor of the hundred works, the others wait
-//   sums in y             each of the S * C products reads and writes y in global memory again
-//   weight from memory    each product fetches its weight anew
-//   one element per load    4 or 8 bytes where a thread may take 16
-//   inputs stacked        x is one array (S, N, C, P), so the fields are copied together beforehand
+//   one block             one of a hundred multiprocessors works, the others are idle
+//   sums in y             each of the S * C products reads and writes y in global memory
+//   weight from memory    each product loads its weight from memory again
+//   one element per load    4 or 8 bytes, although a thread can load 16
+//   inputs stacked        x is one array (S, N, C, P), so the fields are first copied together
 //
-// kernels/merge.cu does the same sum and undoes the five one by one.
+// kernels/merge.cu computes the same sum without these five faults.
 //
 // -D: DTYPE (float or double)
 extern "C" __global__ void one_block_merge(const DTYPE* x, const DTYPE* weight, DTYPE* y, int inputs, int batch,

@@ -1,14 +1,14 @@
-"""The real CuPy on emulated GPUs: its wheels as they are, all CUDA calls they make answered by this machine.
+"""The real CuPy on emulated GPUs: its wheels are unmodified, and this package answers all their CUDA calls.
 
-``pytest --fake-gpu`` runs the tests of a GPU so.  What it shows is all that lies between the library and CUDA: CuPy's
-arrays, allocators, streams, graphs and launches, their order, arguments and limits.  It shows nothing of time, nor of
-what the hardware does by itself.
+``pytest --fake-gpu`` runs the GPU tests this way.  It checks everything between the library and CUDA: CuPy's arrays,
+allocators, streams, graphs and launches, their order, arguments and limits.  It shows nothing about time, or about the
+hardware's own behavior.
 
 ::
 
-    cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, cuFFT, NVRTC      as on a GPU, down to here
+    cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, cuFFT, NVRTC      as on a GPU up to this point
                                          libraries.py                            jumps to Python
-                                         calls.py, blas.py, fft.py, random.py    what each function does
+                                         calls.py, blas.py, fft.py, random.py    the functions
                                          machine.py                              memory, streams, events, graphs
                                          kernels.py  ->  host device             compiled, loaded, launched, executed
 """
@@ -27,7 +27,7 @@ from tests import host_device, nvrtc
 
 
 def unavailable() -> str | None:
-    """Why the real CuPy cannot run on emulated GPUs here; None where it can."""
+    """Return why the real CuPy cannot run on emulated GPUs here, or None if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "the emulation writes machine code of x86-64 Linux"
     try:
@@ -57,12 +57,12 @@ _let_go: Callable[[], None]
 
 
 def let_go() -> None:
-    """From now on every CUDA call returns at once and does nothing, for good: what is left is CuPy's time and ours."""
+    """Make every later CUDA call return at once without effect, for good: what remains is CuPy's and our own time."""
     _let_go()
 
 
 def install() -> None:
-    """Give CuPy its GPUs, before it is imported."""
+    """Provide CuPy with its GPUs, before it is imported."""
     global _installed, _let_go
     _installed = True
     assert "cupy" not in sys.modules, "CuPy has been imported, and has met the machine's own CUDA"
@@ -72,7 +72,7 @@ def install() -> None:
     from tests.fake_gpu.fft import CUFFT
     from tests.fake_gpu.random import CURAND
 
-    os.environ["CUPY_ACCELERATORS"] = ""  # CUB's kernels are compiled into the wheel, for a GPU
+    os.environ["CUPY_ACCELERATORS"] = ""  # the wheel contains CUB's kernels, compiled for a GPU
     os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
     _let_go = partial(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
     atexit.register(_let_go)
@@ -85,12 +85,12 @@ def install() -> None:
         stem = module.name.partition(".")[0]
         wanted = [name for _, kind, name in libraries.symbols(module, "-D") if kind == "U" and name.startswith(stem)]
         libraries.load_library(soname, functions, wanted)
-    libraries.load_library("libcublasLt.so.13", {}, ["cublasLtCreate"])  # which libcublas would need
+    libraries.load_library("libcublasLt.so.13", {}, ["cublasLtCreate"])  # libcublas would need it
     runtime = libraries.wheel_module("api", "runtime")
     assert runtime is not None
     libraries.replace_functions(runtime, RUNTIME, "cuda[A-Z].*")
 
-    nvrtc.preload()  # CuPy asks for its version
+    nvrtc.preload()  # CuPy queries its version
 
     from cupy.cuda import compiler
 

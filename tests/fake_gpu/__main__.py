@@ -1,4 +1,4 @@
-"""``python -m tests.fake_gpu SCRIPT [ARGUMENTS]``: a script with the real CuPy on emulated GPUs."""
+"""``python -m tests.fake_gpu SCRIPT [ARGUMENTS]``: run a script with the real CuPy on emulated GPUs."""
 
 from __future__ import annotations
 

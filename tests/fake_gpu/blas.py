@@ -24,7 +24,7 @@ _TYPES = {"S": (0, 68), "D": (1, 70), "C": (4, 68), "Z": (5, 70)}
 
 @dataclass
 class Handle:
-    """What a cuBLAS handle remembers."""
+    """The state of a cuBLAS handle."""
 
     stream: int | None = None
     math_mode: int = 0
@@ -99,7 +99,7 @@ def cublasGemmEx(handle: int, *arguments: Any) -> None:
 
 
 def _typed(letter: str) -> None:
-    """cublasSgemm and its like."""
+    """Define cublasSgemm and the like for one type."""
     kind, compute = _TYPES[letter]
     strided = (c_void_p, c_int, c_longlong)
 
@@ -111,7 +111,7 @@ def _typed(letter: str) -> None:
 
     @exported(CUBLAS, *_SIZES, *_MATRIX, *_MATRIX, c_void_p, *_MATRIX, c_int, names=(f"cublas{letter}gemmBatched",))
     def gemm_batched(handle: int, *arguments: Any) -> None:
-        """The addresses of the matrices are on the device."""
+        """Enqueue products of matrices whose addresses are on the device."""
         *sizes, a, lda, b, ldb, beta, c, ldc, batch = arguments
         stream = MACHINE.stream(MACHINE.find(handle, Handle).stream)
         MACHINE.wait(stream)
@@ -143,7 +143,7 @@ def _enqueue(handle: int, product: GemmArguments) -> None:
         raise CudaError(_INVALID_VALUE, str(error)) from error
     if MACHINE.work_enqueued.next_one():
         raise CudaError(_EXECUTION_FAILED, "as a test asked for")
-    # alpha and beta are read now, where the host has them.
+    # alpha and beta are read now, because they are in host memory.
     nbytes = np.dtype(blas.scale_type(product)).itemsize
     scalars = [ctypes.create_string_buffer(ctypes.string_at(at, nbytes), 16) for at in (product.alpha, product.beta)]
     alpha, beta = map(ctypes.addressof, scalars)

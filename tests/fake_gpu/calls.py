@@ -1,6 +1,6 @@
-"""The functions of CUDA's runtime and driver that CuPy calls, each in terms of `machine` and `kernels`.
+"""The functions of CUDA's runtime and driver that CuPy calls, implemented with `machine` and `kernels`.
 
-A decorator gives the C signature.  A function returns nothing, or raises `CudaError`, whose number CuPy then gets.
+A decorator declares the C signature.  A function returns nothing, or raises `CudaError`, whose number CuPy receives.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.fake_gpu.machine import (
     Graph,
 )
 
-#: By name: C functions in place of cudart's, libcuda's, and libcublas's.
+#: C functions by name, in place of those of cudart and libcuda.
 RUNTIME: dict[str, Any] = {}
 DRIVER: dict[str, Any] = {}
 
-#: Of both the runtime and the driver: CUDA 13.0.
+#: Version of both the runtime and the driver: CUDA 13.0.
 VERSION = 13000
 _DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
 
@@ -37,7 +37,7 @@ _DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
 def exported(
     table: dict[str, Any], *types: Any, names: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put a function into a table as C sees it: `int name(types)`, one call at a time."""
+    """Add a function to a table with its C signature, `int name(types)`; calls are serialized."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def called(*arguments: Any) -> int:
@@ -91,7 +91,7 @@ def version(number: Any) -> None:
     number[0] = VERSION
 
 
-#: cudaDeviceAttr; the others are 0 here.
+#: cudaDeviceAttr; all other attributes are 0 here.
 _ATTRIBUTES: dict[int, Callable[[Any], int]] = {
     1: lambda gpu: gpu.threads_per_block,
     8: lambda gpu: gpu.shared_unasked,
@@ -192,7 +192,7 @@ def cudaFreeAsync(memory: int, stream: int | None) -> None:
     if where.capture is None:
         MACHINE.enqueue(where, lambda: MACHINE.release(memory))
         return
-    # A graph frees the memory at the end of each launch and has the same addresses again in the next.
+    # A graph frees the memory at the end of each launch and uses the same addresses again in the next one.
     whole, _ = MACHINE.allocation(memory, memory)
     MACHINE.enqueue(where, lambda: whole.fill(0xEE))
 
@@ -358,7 +358,7 @@ def cudaEventSynchronize(event: int) -> None:
 def cudaEventElapsedTime(milliseconds: Any, start: int, end: int) -> None:
     if not (MACHINE.has_come(MACHINE.find(start, Event)) and MACHINE.has_come(MACHINE.find(end, Event))):
         raise CudaError(NOT_READY)
-    milliseconds[0] = 1.0  # there is no time here
+    milliseconds[0] = 1.0  # time is not emulated
 
 
 # ---- the driver: modules and launches ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""NVRTC in a process of its own: where libcuda is emulated it would take that for a real one."""
+"""NVRTC in a separate process, because NVRTC would use an emulated libcuda as if it were a real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _one_at_a_time = threading.Lock()
 
 
 def ask(task: tuple[str, tuple[str, ...], int, str]) -> tuple[int, int] | nvrtc.CompileError:
-    """Static shared memory and registers of a source, with options, for an architecture; or why there are none."""
+    """Return static shared memory and registers of a source for an architecture, or the compiler's error."""
     with _one_at_a_time:
         process = _process()
         assert process.stdin is not None and process.stdout is not None
@@ -26,7 +26,7 @@ def ask(task: tuple[str, tuple[str, ...], int, str]) -> tuple[int, int] | nvrtc.
 
 @cache
 def _process() -> subprocess.Popen[bytes]:
-    """It ends when its input does, with this process."""
+    """Return the compiler's process, which ends when its input does, with this process."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "tests.fake_gpu.compiler"]
     return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

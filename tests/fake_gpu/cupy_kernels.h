@@ -1,6 +1,6 @@
-// CuPy's own kernels as ordinary C++: what their sources use of CUDA, in terms of the host device's fibres.
+// CuPy's own kernels as ordinary C++: the parts of CUDA that their sources use, on the host device's fibres.
 //
-// A kernel that is a loop over the whole grid is run by one thread, which does all of it.
+// If a kernel is a loop over the whole grid, one thread does all of its work.
 #pragma once
 
 #include <stddef.h>
@@ -58,7 +58,7 @@ void call(void (*kernel)(Parameters...), void* const* values) {
     call(kernel, values, std::index_sequence_for<Parameters...>{});
 }
 
-// Bytes of each parameter; 0 comes last.
+// Sizes of the parameters in bytes, followed by 0.
 template <class... Parameters>
 const size_t* sizes_of(void (*)(Parameters...)) {
     static const size_t sizes[] = {sizeof(Parameters)..., 0};

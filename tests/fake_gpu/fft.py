@@ -1,4 +1,4 @@
-"""cuFFT: transforms in its advanced layout, enqueued on the stream of their plan, which has memory to work in."""
+"""cuFFT: transforms in the advanced layout, enqueued on the stream of their plan, which has a work area."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORWARD, _INVERSE = -1, 1
 
 @dataclass
 class Plan:
-    """What a cuFFT plan remembers."""
+    """The state of a cuFFT plan."""
 
     arguments: TransformArguments | None = None
     stream: int | None = None
@@ -125,11 +125,11 @@ def _enqueue(plan: Plan, arguments: TransformArguments, source: int, target: int
         MACHINE.enqueue(MACHINE.stream(plan.stream), work)
 
 
-#: What a transform writes where it works, as long as it does.
+#: The byte that a transform writes to its work area while it runs.
 _marks = cycle(range(1, UNWRITTEN))
 
 
 def _memory(start: int, nbytes: int) -> np.ndarray:
-    """Device memory, which is still allocated."""
+    """Return device memory, which must still be allocated."""
     memory, first = MACHINE.allocation(start, start + nbytes)
     return memory[start - first : start - first + nbytes]

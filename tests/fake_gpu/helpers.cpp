@@ -1,4 +1,4 @@
-// What Python cannot say: the layout of cudaDeviceProp.
+// Fills cudaDeviceProp, whose layout Python does not know.
 #include <cuda_runtime_api.h>
 
 #include <cstring>

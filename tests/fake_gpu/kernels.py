@@ -1,8 +1,9 @@
 """Kernels: what CuPy compiles, loads and launches.
 
-The project's kernels are compiled by NVRTC, in another process, with all options CuPy gave: a fault in source or options is
-an error here too, and registers and shared memory are known.  The host device executes them.  CuPy's own are compiled by
-the host compiler alone.  What CuPy keeps as a cubin, in its cache on disk too, is a text that says all this.
+NVRTC compiles the project's kernels in another process, with all options from CuPy.  A fault in source or options is
+therefore an error here too, and registers and shared memory are known.  The host device executes the kernels.  Only the
+host compiler compiles CuPy's own kernels.  In place of a cubin, CuPy stores a text with all of this, also in its cache
+on disk.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tests.host_device.device import subnormals_flushed
 
 HERE = Path(__file__).resolve().parent
 
-#: How an image begins: as a cubin does, for CuPy, and then as nothing else does.
+#: The beginning of an image: CuPy requires that of a cubin; the rest is unique to the emulation.
 _MAGIC = b"\x7fELF emulated\0"
-#: The macro that all kernels of the project are compiled with, and CuPy's are not.
+#: A macro that all kernels of the project are compiled with, and CuPy's kernels are not.
 _OURS = "-DCUPYCONV_SOURCE_HASH="
-#: Registers that a kernel of CuPy's is taken to have.
+#: Assumed number of registers of a CuPy kernel.
 _REGISTERS = 32
-#: A loop over the whole grid, however many threads there are.
+#: A loop over the whole grid that works with any number of threads.
 _GRID_STRIDE = re.compile(r"\bCUPY_FOR\b|\+=\s*(blockDim|gridDim)")
 _FLOAT64 = re.compile(r"\b(double|float64|complex128)\b")
-#: How a kernel reads the GPU's clock.
+#: The code with which a kernel reads the GPU's clock.
 _GLOBAL_TIMER = re.compile(r"""asm volatile\("mov.u64 %0, %%globaltimer;" : "=l"\((\w+)\)\);""")
 
 _STATIC_SHARED, _REGISTERS_PER_THREAD, _MAX_DYNAMIC_SHARED = 1, 4, 8  # CUfunction_attribute
@@ -54,7 +55,7 @@ _STATIC_SHARED, _REGISTERS_PER_THREAD, _MAX_DYNAMIC_SHARED = 1, 4, 8  # CUfuncti
 
 
 class Program:
-    """In place of CuPy's `_NVRTCProgram`."""
+    """Replaces CuPy's `_NVRTCProgram`."""
 
     def __init__(
         self, src: str | bytes, name: str = "", headers: Sequence[Any] = (), include_names: Sequence[Any] = (),
@@ -66,7 +67,7 @@ class Program:
 
     def compile(self, options: Iterable[str] = (), log_stream: Any = None) -> tuple[bytes, None]:
         options = tuple(options)
-        if self.method == "ptx":  # CuPy asks for the compiler's name and version so
+        if self.method == "ptx":  # CuPy queries the compiler's name and version this way
             return b"// emulated", None
         shared, registers = 0, _REGISTERS
         if any(option.startswith(_OURS) for option in options):
@@ -76,7 +77,7 @@ class Program:
 
 
 def _with_nvrtc(source: str, options: Sequence[str], name: str) -> tuple[int, int]:
-    """Static shared memory and registers of a kernel, by NVRTC; CuPy's error where it does not compile."""
+    """Compile with NVRTC; return static shared memory and registers, or raise CuPy's error."""
     from cupy.cuda.compiler import CompileException
 
     (architecture,) = [o.rpartition("_")[2] for o in options if o.startswith(("-arch=", "--gpu-architecture="))]
@@ -93,7 +94,7 @@ def _with_nvrtc(source: str, options: Sequence[str], name: str) -> tuple[int, in
 
 @dataclass(frozen=True)
 class Module:
-    """A source with its options, and what NVRTC said of it."""
+    """A source with its options, and its resources according to NVRTC."""
 
     source: str
     options: list[str]
@@ -102,7 +103,7 @@ class Module:
 
     @classmethod
     def of_image(cls, address: int) -> Module | None:
-        """What `Program` made; None for another image."""
+        """Return the module of an image that `Program` made, or None for another image."""
         if ctypes.string_at(address, len(_MAGIC)) != _MAGIC:
             return None
         return cls(**json.loads(ctypes.string_at(address + len(_MAGIC))))
@@ -120,27 +121,27 @@ class Module:
 
 @dataclass
 class Function:
-    """A kernel of a module; a subclass knows how the host runs it."""
+    """A kernel of a module; a subclass knows how to run it on the host."""
 
     name: str
     module: Module
-    dynamic_shared: int | None = field(default=None, init=False)  # as a caller has allowed
+    dynamic_shared: int | None = field(default=None, init=False)  # as allowed by a caller
 
     def run(self, parameters: Any, config: build.LaunchConfig) -> None:
         raise NotImplementedError
 
     def copy_of(self, parameters: Any) -> Any:
-        """The parameters, as a launch takes them with it."""
+        """Return a copy of the parameters, which a launch takes along."""
         raise NotImplementedError
 
     @property
     def flushes(self) -> bool:
-        """Whether subnormal numbers are zeros: CuPy compiles so, which holds for float32 and not for float64."""
+        """Whether subnormal numbers are zero: CuPy compiles this way, which affects float32 but not float64."""
         return "-ftz=true" in self.module.options and not _FLOAT64.search(self.types)
 
     @property
     def types(self) -> str:
-        """Where a kernel names the types it computes with."""
+        """The text in which a kernel names the types it computes with."""
         raise NotImplementedError
 
     def attribute(self, attribute: int) -> int:
@@ -164,13 +165,13 @@ class Function:
         return MACHINE.spec.shared_unasked - self.module.shared
 
     def blocks_per_multiprocessor(self, threads: int, dynamic_shared: int) -> int:
-        """How many blocks of a launch a multiprocessor holds at once."""
+        """Return how many blocks of a launch are resident on a multiprocessor at once."""
         spec = MACHINE.spec
         if dynamic_shared > self._allowed or threads > spec.threads_per_block:
             return 0
         warps = -(-threads // 32)
         registers = warps * -(-self.module.registers * 32 // 256) * 256
-        shared = -(-(dynamic_shared + self.module.shared + 1024) // 128) * 128  # the system keeps 1 KiB of each block
+        shared = -(-(dynamic_shared + self.module.shared + 1024) // 128) * 128  # the system reserves 1 KiB per block
         return min(
             spec.registers // registers,
             spec.shared_per_multiprocessor // shared,
@@ -182,7 +183,7 @@ class Function:
         self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, stream: Stream, parameters: Any,
         cooperative: bool,
     ) -> None:  # fmt: skip
-        """Enqueue, as a GPU would, or refuse."""
+        """Enqueue the launch, or refuse it, as a GPU would."""
         spec, threads = MACHINE.spec, block[0] * block[1] * block[2]
         if stream.gpu != MACHINE.gpu:
             raise CudaError(INVALID_VALUE, "a stream of another device")
@@ -224,7 +225,7 @@ class Function:
 
 @dataclass
 class OurFunction(Function):
-    """A kernel of the project, which takes one struct."""
+    """A kernel of the project, which has one struct as its parameter."""
 
     variant: Kernel
     folder: Path
@@ -245,7 +246,7 @@ class OurFunction(Function):
 
 
 class CupyFunction(Function):
-    """A kernel of CuPy's, or a test's, which takes any number of parameters."""
+    """A kernel of CuPy's, or of a test, with any number of parameters."""
 
     @property
     def types(self) -> str:

@@ -1,8 +1,9 @@
-"""How CuPy's calls come to Python functions: shared libraries of jumps, and jumps written over a linked-in runtime.
+"""Redirect CuPy's calls to Python functions: shared libraries of jumps, and jumps written over a linked-in runtime.
 
-CuPy looks for libcuda and libcublas by name.  In their place it finds libraries of one instruction a function, a jump
-through a table that is filled here.  cudart is linked into CuPy's own module, whose symbol table says where each of
-its functions is: their first bytes become jumps.  Nothing on disk is changed, and no function of NVIDIA's is executed.
+CuPy looks for libcuda and libcublas by name.  Instead it finds libraries with one instruction per function, a jump
+through a table that this module fills.  cudart is linked into a module of CuPy, whose symbol table has the address of
+each of its functions; jumps replace their first bytes.  No file on disk is changed, and no function of NVIDIA's is
+executed.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from pathlib import Path
 
 from tests.host_device.build import CACHE
 
-#: Where libraries and CuPy's cache of kernels lie: beside the host device's kernels.
+#: The folder of libraries and of CuPy's kernel cache, next to the host device's kernels.
 BUILD = CACHE / "fake_gpu"
 
 Callback = ctypes._CFuncPtr  # a Python function as a C one
 _kept: list[object] = []  # callbacks and libraries live as long as the process
-_undo: list[tuple[str, Callable[[int], None]]] = []  # each lets a call end in a C function instead
-#: What answers with a zero when nobody else does, and which argument that is.
+_undo: list[tuple[str, Callable[[int], None]]] = []  # each redirects a call to a C function
+#: Functions that answer 0 after `let_go`, and which argument receives it.
 _ANSWERS = {"cudaGetDevice": "zero_in_first", "cudaStreamIsCapturing": "zero_in_second"}
 
 
 def wheel_module(package: str, stem: str, root: str = "cupy_backends") -> Path | None:
-    """A compiled module of CuPy's wheel."""
+    """Return the path of a compiled module of CuPy's wheel."""
     spec = find_spec(root)
     folders = spec.submodule_search_locations if spec else None
     return next(iter(Path(next(iter(folders))).glob(f"cuda/{package}/{stem}.*.so")), None) if folders else None
 
 
 def symbols(module: Path, *options: str) -> list[tuple[int, str, str]]:
-    """Address, kind and name of a module's symbols."""
+    """Return address, kind and name of a module's symbols."""
     listed = subprocess.run(["nm", *options, str(module)], capture_output=True, text=True, check=True).stdout
     return [
         (int(address or "0", 16), kind, name)
@@ -47,7 +48,7 @@ def symbols(module: Path, *options: str) -> list[tuple[int, str, str]]:
 
 
 def load_library(soname: str, functions: Mapping[str, Callback], others: Iterable[str] = ()) -> ctypes.CDLL:
-    """A library under which CuPy finds these functions; `others` are there too and report that they are missing."""
+    """Create a library in which CuPy finds these functions; `others` exist too and report that they are missing."""
     names = [*functions, *sorted({*others} - {*functions})]
     jumps = "".join(
         f'".globl {name}\\n.type {name}, @function\\n{name}: jmp *jump_table + {8 * place}(%rip)\\n"\n'
@@ -67,7 +68,7 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         (target.parent / "version.map").write_text(version)
-        scratch = target.with_suffix(f".{os.getpid()}")  # of several processes each makes its own
+        scratch = target.with_suffix(f".{os.getpid()}")  # each of several processes creates its own
         subprocess.run(
             ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-Wl,--version-script=version.map", f"-Wl,-soname,{soname}", "-o", scratch],
             cwd=target.parent, check=True, input=source, text=True,
@@ -84,7 +85,7 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
 
 def replace_functions(module: Path, functions: Mapping[str, Callback], pattern: str) -> None:
     """Write jumps over the functions of a module whose names match; those not given report that they are missing."""
-    library = ctypes.CDLL(str(module))  # the mapping that the import will use
+    library = ctypes.CDLL(str(module))  # the same mapping as that of the import
     _kept.append(library)
     table = {name: address for address, kind, name in symbols(module) if kind in "tT"}
     entry = f"PyInit_{module.name.split('.')[0]}"
@@ -96,16 +97,16 @@ def replace_functions(module: Path, functions: Mapping[str, Callback], pattern: 
 
 
 def let_go(library: ctypes.CDLL) -> None:
-    """Let every call do nothing from now on: at the interpreter's end CuPy still calls, and Python cannot answer.
+    """Make every later call return without effect: CuPy still calls at interpreter exit, when Python cannot answer.
 
-    Those that are asked which device is current, and whether a stream is capturing, answer 0.
+    The queries for the current device and for a capturing stream answer 0.
     """
     for name, undo in _undo:
         undo(_address(getattr(library, _ANSWERS.get(name, "nothing"))))
 
 
 def missing(name: str) -> Callback:
-    """What stands for a function that is not emulated."""
+    """Return the replacement of a function that is not emulated."""
 
     def report() -> int:
         print(f"emulated GPU: {name} is not emulated", flush=True)
@@ -124,7 +125,7 @@ def _address(function: object) -> int:
 
 
 def _write_jump(at: int, target: int) -> None:
-    """mov rax, target; jmp rax."""
+    """Write the code ``mov rax, target; jmp rax``."""
     code = b"\x48\xb8" + target.to_bytes(8, "little") + b"\xff\xe0"
     page = at // mmap.PAGESIZE * mmap.PAGESIZE
     everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC

@@ -1,7 +1,7 @@
-"""What the emulated GPUs are and do: memory, streams, events, graphs; and errors as CUDA numbers them.
+"""The state and behavior of the emulated GPUs: memory, streams, events, graphs, and errors with CUDA's numbers.
 
-Work that is enqueued waits in its stream until somebody waits for it, as if a GPU were infinitely slow: what reads a
-result without waiting reads 0xff, and a result that needs a missing order between streams is wrong every time.
+Enqueued work stays in its stream until something waits for it, as if a GPU were infinitely slow.  Reading a result
+without waiting returns 0xff, and a result that needs a missing order between streams is wrong every time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 
-#: What memory holds before it is written, and after it is freed.
+#: Content of memory before it is written, and after it is freed.
 UNWRITTEN, FREED = 0xFF, 0xEE
-#: Of device memory, and of what CuPy's pool cuts it into.
+#: Alignment of device memory, and of the blocks in CuPy's pool.
 ALIGNMENT = 512
 
-# CUDA's numbers, the same in the runtime and the driver.
+# CUDA's error numbers, which are the same in the runtime and the driver.
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_IMAGE, INVALID_DEVICE, INVALID_HANDLE, NOT_FOUND, NOT_READY = (
     1,
     2,
@@ -36,7 +36,7 @@ INVALID_VALUE, OUT_OF_MEMORY, INVALID_IMAGE, INVALID_DEVICE, INVALID_HANDLE, NOT
 OUT_OF_RESOURCES, LAUNCH_FAILURE, TOO_MANY_COOPERATIVE_BLOCKS, NOT_SUPPORTED = 701, 719, 720, 801
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 
-#: cudaStreamLegacy and cudaStreamPerThread; 0 is the first of them.
+#: cudaStreamLegacy and cudaStreamPerThread; stream 0 is the former.
 LEGACY, PER_THREAD = 1, 2
 
 
@@ -50,23 +50,23 @@ class CudaError(Exception):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """What a GPU has; bytes, unless named."""
+    """The properties of a GPU, in bytes unless named otherwise."""
 
     name: str
     capability: int
     multiprocessors: int
     memory: int
-    shared_per_block: int  # at most, for a function that was told
+    shared_per_block: int  # maximum, for a function that opts in
     shared_per_multiprocessor: int
     threads_per_multiprocessor: int
     blocks_per_multiprocessor: int
-    registers: int = 65536  # of a multiprocessor
+    registers: int = 65536  # per multiprocessor
     shared_unasked: int = 48 << 10
     threads_per_block: int = 1024
 
 
-#: A large one and, as the second device, a small one: little memory and so few multiprocessors that blocks which wait
-#: for each other do not fit.
+#: A large GPU and, as the second device, a small one.  The small one has little memory, and so few multiprocessors that
+#: blocks which wait for each other are not all resident.
 GPUS = (
     GpuSpec("emulated sm_90", 90, 132, 4 << 30, 227 << 10, 228 << 10, 2048, 32),
     GpuSpec("emulated sm_86", 86, 4, 256 << 20, 99 << 10, 100 << 10, 1536, 16),
@@ -78,18 +78,18 @@ _Thing = TypeVar("_Thing")
 
 @dataclass(eq=False)
 class Stream:
-    """Work in order.  One that is `ordered` waits for the legacy default stream and lets that one wait for it."""
+    """Work in order.  An `ordered` stream and the legacy default stream wait for each other."""
 
     gpu: int
     ordered: bool = True
     queue: deque[tuple[int, Work]] = field(default_factory=deque)
-    last: int = 0  # ticket of what was enqueued last
+    last: int = 0  # ticket of the last enqueued work
     capture: Graph | None = None
 
 
 @dataclass(eq=False)
 class Graph:
-    """Work that was captured, in the order of capture."""
+    """Captured work, in the order of capture."""
 
     work: list[Work] = field(default_factory=list)
     is_valid: bool = True
@@ -97,7 +97,7 @@ class Graph:
 
 @dataclass(eq=False)
 class Event:
-    """A place in a stream: done when the work up to it is."""
+    """A position in a stream, done when all work before it is done."""
 
     stream: Stream | None = None
     ticket: int = 0
@@ -106,7 +106,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel, as it was asked for."""
+    """A kernel launch, as requested."""
 
     name: str
     gpu: int
@@ -118,12 +118,12 @@ class Launch:
 
 
 class Machine:
-    """All emulated GPUs of the process, and what CuPy holds of them: handles are numbers of objects."""
+    """All emulated GPUs of the process, and the objects that CuPy holds: handles are numbers of objects."""
 
     def __init__(self, gpus: tuple[GpuSpec, ...] = GPUS) -> None:
         self.gpus = gpus
         self.lock = threading.RLock()
-        self.launches: list[Launch] = []  # clear it at will
+        self.launches: list[Launch] = []  # may be cleared at any time
         self.allocations, self.work_enqueued = Failing(), Failing()
         self._local = threading.local()
         self._tickets = count(1)
@@ -171,7 +171,7 @@ class Machine:
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory of the current device, all 0xff."""
+        """Allocate memory on the current device, filled with 0xff, and return its address."""
         if self.allocations.next_one():
             raise CudaError(OUT_OF_MEMORY, "as a test asked for")
         if nbytes > self.free_bytes:
@@ -191,7 +191,7 @@ class Machine:
         memory[:] = FREED
 
     def allocation(self, start: int, end: int) -> tuple[np.ndarray, int]:
-        """The device memory that holds the bytes [start, end), and its first address."""
+        """Return the device memory that contains the bytes [start, end), and its first address."""
         first, _, nbytes = self._found(start)
         if end > first + nbytes:
             raise IndexError(f"the {end - start} bytes at {start:#x} do not lie in one allocation")
@@ -200,7 +200,7 @@ class Machine:
         return memory[offset : offset + nbytes], first
 
     def owner(self, address: int) -> int | None:
-        """The device whose memory this is; None for the host's."""
+        """Return the device of this memory, or None for host memory."""
         try:
             return self._found(address)[1]
         except IndexError:
@@ -208,11 +208,11 @@ class Machine:
 
     @property
     def free_bytes(self) -> int:
-        """Of the current device."""
+        """Free bytes of the current device."""
         return self.spec.memory - sum(nbytes for _, nbytes, gpu in self._allocations.values() if gpu == self.gpu)
 
     def pin(self, nbytes: int) -> int:
-        """The address of new pinned memory of the host."""
+        """Allocate pinned host memory and return its address."""
         memory = np.full(max(1, nbytes), UNWRITTEN, np.uint8)
         self._pinned[memory.ctypes.data] = memory
         return memory.ctypes.data
@@ -221,7 +221,7 @@ class Machine:
         self._pinned.pop(start)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Enqueue a copy.  Pageable memory of the host is read at once, and waited for where it is written."""
+        """Enqueue a copy.  Pageable host memory is read immediately; a copy to it waits until it is done."""
         if self.owner(source) is None and not self._is_pinned(source):
             held = ctypes.string_at(source, nbytes)
             self.enqueue(stream, lambda: ctypes.memmove(to, held, nbytes))
@@ -234,7 +234,7 @@ class Machine:
         return any(start <= address < start + len(memory) for start, memory in self._pinned.items())
 
     def _found(self, address: int) -> tuple[int, int, int]:
-        """First address, device and bytes of the allocation an address lies in."""
+        """Return first address, device and bytes of the allocation that contains an address."""
         place = bisect_right(self._starts, address) - 1
         if place >= 0:
             first = self._starts[place]
@@ -257,7 +257,7 @@ class Machine:
         self.forget(handle, Stream)
 
     def stream(self, handle: int | None) -> Stream:
-        """The stream of a handle; the default ones are those of the current device, and of the calling thread."""
+        """Return the stream of a handle; default streams belong to the current device, or to the calling thread too."""
         if handle in (None, 0, LEGACY):
             return self._legacy[self.gpu]
         if handle == PER_THREAD:
@@ -283,7 +283,7 @@ class Machine:
         self._append(stream, work)
 
     def wait(self, stream: Stream, ticket: int | None = None) -> None:
-        """Run what a stream holds, up to a ticket."""
+        """Run the work of a stream, up to a ticket."""
         if stream.capture is not None:
             stream.capture.is_valid = False
             raise CudaError(CAPTURE_UNSUPPORTED, "a stream that captures was waited for")
@@ -296,13 +296,13 @@ class Machine:
             self.wait(stream)
 
     def is_done(self, stream: Stream) -> bool:
-        """Whether a stream has nothing left; each question lets it do one thing more."""
+        """Return whether a stream has no work left; each query lets it do one more piece of work."""
         if stream.queue:
             self._run_next(stream)
         return not stream.queue
 
     def report(self) -> None:
-        """Raise what failed since it was asked last; a context that failed once stays so."""
+        """Raise the error of earlier work; a context that has failed once keeps failing."""
         if self._failure:
             raise CudaError(self._failure, "of earlier work")
 
@@ -356,7 +356,7 @@ class Machine:
         return self.handle(graph)
 
     def refuse_in_capture(self) -> None:
-        """What allocates or waits for the device is not allowed while any stream captures."""
+        """Refuse allocations and device synchronization while any stream captures."""
         for stream in self._streams:
             if stream.capture is not None:
                 stream.capture.is_valid = False
@@ -366,29 +366,29 @@ class Machine:
 
     @contextmanager
     def failing_allocations(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
-        """So many allocations of device memory fail, from that number on; none if it is negative.
+        """Let `times` allocations of device memory fail from this number on, or none if it is negative.
 
-        Gives a function that counts them.
+        Yields a function that counts them.
         """
         with self.allocations.failing(number, times) as count:
             yield count
 
     @contextmanager
     def failing_launches(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
-        """The same of launches of kernels and products of cuBLAS."""
+        """Do the same for kernel launches and cuBLAS products."""
         with self.work_enqueued.failing(number, times) as count:
             yield count
 
 
 @dataclass
 class Failing:
-    """Counts what is asked of a GPU, and says which of it fails though nothing is wrong."""
+    """Counts requests to a GPU, and selects those that fail although nothing is wrong."""
 
     asked: int = 0
     numbers: range = range(0)
 
     def next_one(self) -> bool:
-        """Whether what is asked now fails."""
+        """Return whether the current request fails."""
         self.asked += 1
         return self.asked - 1 in self.numbers
 
@@ -402,5 +402,5 @@ class Failing:
             self.numbers = range(0)
 
 
-#: The one that CuPy meets.
+#: The machine that CuPy uses.
 MACHINE = Machine()

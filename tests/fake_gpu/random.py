@@ -1,4 +1,4 @@
-"""cuRAND: numbers of NumPy's generators, enqueued on the stream of a generator."""
+"""cuRAND: numbers from NumPy's generators, enqueued on the stream of a generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERSION = 100000
 
 @dataclass
 class Generator:
-    """What a cuRAND generator remembers."""
+    """The state of a cuRAND generator."""
 
     stream: int | None = None
     numbers: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -55,7 +55,7 @@ def curandSetPseudoRandomGeneratorSeed(generator: int, seed: int) -> None:
 
 @exported(CURAND, c_void_p, c_ulonglong, names=("curandSetGeneratorOffset", "curandSetGeneratorOrdering"))
 def ignored(generator: int, value: int) -> None:
-    """Where in a sequence to begin: any place is as good here."""
+    """Ignore the position in the sequence, because any position will do here."""
 
 
 @curand(c_void_p, POINTER(c_uint), c_size_t)

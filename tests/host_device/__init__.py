@@ -1,4 +1,4 @@
-"""A CUDA device for machines that have none: kernels compiled for the host, cuBLAS calls in NumPy.
+"""A CUDA device for machines without a GPU: kernels compiled for the host, cuBLAS calls in NumPy.
 
 ::
 
@@ -7,20 +7,20 @@
     device.launch(kernel, grid, block, params, shared_bytes)
 
 =====================  ===================================================================================
-`device.py`            memory with guard zones, launches, the log of what was enqueued
+`device.py`            memory with guard zones, launches, the log of enqueued work
 `blas.py`              cublasGemmStridedBatchedEx with cuBLAS's own argument checks
-`build.py`             one shared library for each kernel variant, cached
+`build.py`             one shared library per kernel variant, cached
 `cuda_on_host.h`       CUDA as ordinary C++, with `math_on_host.h` and `half_on_host.h`; `tensor_core_on_host.h`
                        has asynchronous copies and tensor cores
-`fibres.cpp`           the runtime: threads as fibres that switch where they wait
+`fibres.cpp`           the runtime: threads are fibres that switch when they wait
 `sanitize.py`          the command that runs the tests under a sanitizer
-`seeded_bugs/`         kernels that are wrong on purpose, and the few right ones beside them
-`tensor_core/`         kernels that try `kernels/tensor_core.cuh`, right unless a macro makes them wrong
+`seeded_bugs/`         kernels with deliberate bugs, and a few correct ones for comparison
+`tensor_core/`         kernels that test `kernels/tensor_core.cuh`, correct unless a macro adds a bug
 =====================  ===================================================================================
 
-It shows wrong indices, missing or divergent barriers, reads of memory nobody wrote, wrong arguments, and
-(under sanitizers) data races.  It cannot show what memory bandwidth, bank conflicts, occupancy, weak memory
-ordering or cuBLAS's own rounding do: that takes a GPU.
+The host device detects wrong indices, missing or divergent barriers, reads of unwritten memory, wrong arguments, and
+(under sanitizers) data races.  It cannot show the effects of memory bandwidth, bank conflicts, occupancy, weak memory
+ordering or cuBLAS's own rounding: these need a GPU.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = [
 
 
 def require() -> None:
-    """Skip the calling test module where kernels cannot be compiled for the host.
+    """Skip the calling test module if kernels cannot be compiled for the host.
 
-    With CUPYCONV_REQUIRE_HOST_DEVICE=1 that is a failure: a run that must not skip them says so.
+    With CUPYCONV_REQUIRE_HOST_DEVICE=1 this is a failure instead, for runs that must not skip these tests.
     """
     import pytest
 

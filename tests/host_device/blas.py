@@ -1,13 +1,13 @@
-"""cublasGemmStridedBatchedEx over host memory, in exact column-major pointer semantics.
+"""cublasGemmStridedBatchedEx on host memory, with exact column-major pointer semantics.
 
 ::
 
     C[i] = alpha * op(A[i]) @ op(B[i]) + beta * C[i]      for i in range(batch)
 
-    X[i] begins at  pointer + i * stride * itemsize;  element (row, column) lies row + column * ld further
+    X[i] begins at  pointer + i * stride * itemsize;  element (row, column) is row + column * ld elements further
 
-Everything cuBLAS refuses is refused, and so is what it leaves undefined: results that overlap, and matrices
-that do not lie wholly inside one allocation.  Sums are kept in the compute type and rounded once.
+It refuses everything that cuBLAS refuses, and also what cuBLAS leaves undefined: overlapping results, and matrices that
+are not entirely inside one allocation.  Sums are accumulated in the compute type and rounded once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA_TYPES = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "comp
 
 COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77
 
-#: (compute type, type of A and B, type of C) -> the type of alpha, beta and of the sums
+#: (compute type, type of A and B, type of C) -> the type of alpha, beta and the sums
 SUPPORTED = {
     (COMPUTE_32F, "float16", "float16"): "float32",
     (COMPUTE_32F, "float16", "float32"): "float32",
@@ -43,12 +43,12 @@ NONE, TRANSPOSE, CONJUGATE_TRANSPOSE = 0, 1, 2
 INT32_MAX = 2**31 - 1
 MAX_BATCH = 65535
 
-#: (first byte, byte after the last) -> (the allocation as bytes, its first byte); IndexError where there is none
+#: (first byte, byte after the last) -> (the allocation as bytes, its first byte); raises IndexError if there is none
 Memory = Callable[[int, int], tuple[np.ndarray, int]]
 
 
 def gemm_strided_batched(memory: Memory, g: GemmArguments) -> None:
-    """``cublasGemmStridedBatchedEx`` over the allocations that `memory` finds."""
+    """Run ``cublasGemmStridedBatchedEx`` on the allocations that `memory` finds."""
     operand_a, operand_b, result = checked(g)
     scale = scale_type(g)
     if 0 in (g.m, g.n, g.batch):
@@ -64,15 +64,15 @@ def gemm_strided_batched(memory: Memory, g: GemmArguments) -> None:
             total = np.matmul(left, right)
             if alpha_value != 1:
                 total *= alpha_value
-        else:  # A and B have no elements and are not looked at
+        else:  # A and B have no elements and are not read
             total = np.zeros(target.shape, scale)
-        if beta_value != 0:  # otherwise C is not read: it may hold NaN
+        if beta_value != 0:  # otherwise C is not read, because it may hold NaN
             total = total + beta_value * target.astype(scale)
         target[...] = total
 
 
 def checked(g: GemmArguments) -> tuple[_Matrices, _Matrices, _Matrices]:
-    """A, B and C; ValueError for what cuBLAS refuses, which it does without looking at memory."""
+    """Return A, B and C.  Raises ValueError for arguments that cuBLAS refuses, without access to memory."""
     _check_sizes(**{name: getattr(g, name) for name in ("m", "n", "k", "lda", "ldb", "ldc", "batch")})
     for name, operation in (("transa", g.transa), ("transb", g.transb)):
         if operation not in (NONE, TRANSPOSE, CONJUGATE_TRANSPOSE):
@@ -90,7 +90,7 @@ def checked(g: GemmArguments) -> tuple[_Matrices, _Matrices, _Matrices]:
 
 
 def scale_type(g: GemmArguments) -> str:
-    """The type of alpha, of beta and of the sums."""
+    """Return the type of alpha, of beta and of the sums."""
     names = [DATA_TYPES.get(number, f"type {number}") for number in (g.a_type, g.b_type, g.c_type)]
     combination = (g.compute_type, names[0], names[2])
     if g.a_type != g.b_type or combination not in SUPPORTED:
@@ -126,7 +126,7 @@ class _Matrices:
             raise ValueError(f"{self.name} at {self.pointer:#x} is not aligned to {self.dtype}")
 
     def check_disjoint(self) -> None:
-        """Whether no two matrices of the batch share an element: one after another, or side by side."""
+        """Check that no two matrices of the batch share an element: they are consecutive or side by side."""
         rows, columns = self.shape
         one_after_another = self.stride >= (columns - 1) * self.ld + rows
         side_by_side = self.stride >= rows and (self.batch - 1) * self.stride + rows <= self.ld
@@ -137,7 +137,7 @@ class _Matrices:
             )
 
     def view(self, memory: Memory) -> np.ndarray:
-        """The matrices as an array (batch, rows, columns); batch is 1 where all of them are the same one."""
+        """Return the matrices as an array (batch, rows, columns).  With a batch stride of 0, batch is 1."""
         batch = self.batch if self.stride else 1
         rows, columns = self.shape
         elements = (batch - 1) * self.stride + (columns - 1) * self.ld + rows
@@ -161,7 +161,7 @@ def _scalar(address: int, dtype: str) -> np.generic:
 
 
 def _operand(matrices: np.ndarray, operation: int, scale: str, compute_type: int) -> np.ndarray:
-    """op(X) in the type of the sums."""
+    """Return op(X) in the type of the sums."""
     values = matrices.astype(scale, copy=False)
     if compute_type == COMPUTE_32F_FAST_TF32:
         values = round_to_tf32(values)
@@ -172,7 +172,7 @@ def _operand(matrices: np.ndarray, operation: int, scale: str, compute_type: int
 
 
 def round_to_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 or complex64 with 10 of the 23 mantissa bits, rounded to nearest even."""
+    """Round float32 or complex64 to 10 of the 23 mantissa bits, to nearest even."""
     copy = np.array(values, order="C")
     bits = copy.view(np.float32).view(np.uint32)
     finite = (bits & 0x7F800000) != 0x7F800000

@@ -1,11 +1,11 @@
-"""Kernels compiled for the host: one shared library a variant, cached by the content of every source.
+"""Compile kernels for the host: one shared library per variant, cached by the content of every source.
 
-A variant is `kernels/<name>.cu` with its macros.  Its translation unit includes the file and exports the
-kernel as a plain call with a pointer to its one parameter struct.  The runtime (`fibres.cpp`) is a library
-of its own that all variants share, so that there is one pool of stacks in a process.
+A variant is `kernels/<name>.cu` with its macros.  Its translation unit includes that file and exports the kernel as a
+plain call with a pointer to its parameter struct.  The runtime (`fibres.cpp`) is a separate library that all variants
+share, so that a process has one pool of stacks.
 
-The environment variable CUPYCONV_HOST_SANITIZER chooses a sanitizer: ``asan``, ``ubsan``, ``tsan``; the CXX
-variable another compiler.  `.build/` may be deleted at any time.
+The environment variable CUPYCONV_HOST_SANITIZER selects a sanitizer: ``asan``, ``ubsan``, ``tsan``.  The variable CXX
+selects another compiler.  `.build/` may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cupyconv.problem.plan import Kernel
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 CACHE = HERE / ".build"
-#: A file of ours that a source includes.
+#: An include directive for one of the project's files.
 INCLUDE = r'^\s*#\s*include\s+["<]([^">]+)[">]'
 
-#: Compiler flags of each mode.  The runtime is told the mode by a macro instead: it is never instrumented.
+#: Compiler flags of each mode.  For the runtime a macro sets the mode instead: it is never instrumented.
 SANITIZERS = {
     "": [],
     "asan": ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"],
@@ -41,18 +41,18 @@ SANITIZERS = {
 
 COMMON_FLAGS = ["-std=gnu++17", "-fPIC", "-shared", "-fvisibility=hidden"]
 
-# No C++ standard library, as under NVRTC (and it compiles faster); vectors may alias what they are made of,
-# as CUDA has it; products and sums are not contracted, so that a result depends on the source alone.
+# No C++ standard library, as under NVRTC (this also compiles faster).  Vectors may alias their elements, as in CUDA.
+# Products and sums are not contracted, so that a result depends on the source alone.
 KERNEL_FLAGS = ["-O1", "-nostdinc++", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-threadsafe-statics",
                 "-DCUPYCONV_HOST"]  # fmt: skip
 
 
 class CompileError(RuntimeError):
-    """A kernel, or the runtime, does not compile; the message is the compiler's."""
+    """A kernel, or the runtime, does not compile.  The message is the compiler's."""
 
 
 class LaunchConfig(ctypes.Structure):
-    """How to run a kernel; mirrors `LaunchConfig` in fibres.h."""
+    """The configuration of a launch; mirrors `LaunchConfig` in fibres.h."""
 
     _fields_ = [
         ("grid", ctypes.c_uint * 3),
@@ -67,7 +67,7 @@ class LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True)
 class HostKernel:
-    """A loaded kernel: the address to call, and the size of the struct it takes."""
+    """A loaded kernel: the address to call, and the size of its parameter struct."""
 
     address: int
     params_size: int
@@ -75,7 +75,7 @@ class HostKernel:
 
 
 def sanitizer() -> str:
-    """The mode that the environment asks for."""
+    """Return the mode that the environment selects."""
     mode = os.environ.get("CUPYCONV_HOST_SANITIZER", "")
     if mode not in SANITIZERS:
         raise ValueError(f"CUPYCONV_HOST_SANITIZER is {mode!r}; known are {', '.join(filter(None, SANITIZERS))}")
@@ -87,7 +87,7 @@ def compiler() -> list[str]:
 
 
 def unavailable() -> str | None:
-    """Why kernels cannot be compiled for the host here, or None where they can."""
+    """Return why kernels cannot be compiled for the host here, or None if they can."""
     if shutil.which(compiler()[0]) is None:
         return f"no C++ compiler: {compiler()[0]} is not on the path (set CXX, or install g++)"
     return None
@@ -95,7 +95,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def load_kernel(kernel: Kernel, directory: Path = KERNELS, mode: str = "") -> HostKernel:
-    """Compile `directory`/<name>.cu with the kernel's macros, unless that was done before, and load it."""
+    """Compile `directory`/<name>.cu with the kernel's macros unless it is cached, and load it."""
     runtime = build_runtime(mode)
     load_runtime(mode)
     library = ctypes.CDLL(str(build_kernel(kernel, directory, mode, runtime)))
@@ -106,7 +106,7 @@ def load_kernel(kernel: Kernel, directory: Path = KERNELS, mode: str = "") -> Ho
 
 @functools.cache
 def load_runtime(mode: str = "") -> Callable[..., bytes | None]:
-    """The function (kernel address, params address, LaunchConfig) -> error text or None."""
+    """Return the function (kernel address, params address, LaunchConfig) -> error text or None."""
     launch = ctypes.CDLL(str(build_runtime(mode))).cuda_on_host_launch
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(LaunchConfig)]
     launch.restype = ctypes.c_char_p
@@ -114,9 +114,9 @@ def load_runtime(mode: str = "") -> Callable[..., bytes | None]:
 
 
 def build_kernel(kernel: Kernel, directory: Path, mode: str, runtime: Path) -> Path:
-    """The shared library of one variant."""
+    """Build the shared library of one variant and return its path."""
     source = f'#include "{kernel.name}.cu"\n#include "kernel_entry.h"\nEXPORT_KERNEL({kernel.name})\n'
-    includes = dict.fromkeys([directory, KERNELS, HERE])  # in this order, each once
+    includes = dict.fromkeys([directory, KERNELS, HERE])  # in this order, without duplicates
     flags = [*COMMON_FLAGS, *KERNEL_FLAGS, *SANITIZERS[mode]]
     flags += [f"-D{name}={value}" for name, value in kernel.macros]
     flags += [f"-I{folder}" for folder in includes]
@@ -125,8 +125,8 @@ def build_kernel(kernel: Kernel, directory: Path, mode: str, runtime: Path) -> P
 
 @functools.cache
 def build_runtime(mode: str) -> Path:
-    """The shared library that runs kernels of this mode."""
-    # Exported are the functions kernels call; loops stay loops, since sanitizers intercept memcpy and memset.
+    """Build the shared library that runs kernels of this mode and return its path."""
+    # Export the functions that kernels call.  Loops stay loops, because sanitizers intercept memcpy and memset.
     flags = [*COMMON_FLAGS, "-fvisibility=default", "-O2", "-fno-tree-loop-distribute-patterns"]
     flags += ["-Wall", "-Wextra", "-Werror", f"-I{HERE}"]
     if mode:
@@ -135,7 +135,7 @@ def build_runtime(mode: str) -> Path:
 
 
 def build_library(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
-    """Compile `source` into a shared library named by the hash of all that goes into it, wherever that lies."""
+    """Compile `source` into a shared library named by the hash of all its inputs, independent of their location."""
     options = [flag for flag in flags if not flag.startswith("-I")]
     key = hashlib.sha256(repr((source, options, compiler(), _compiler_version(), library and library.name)).encode())
     key.update(_included(source, sources))
@@ -151,7 +151,7 @@ def build_library(name: str, source: str, flags: list[str], *, sources: tuple[Pa
         result = subprocess.run([*command, "-o", str(built)], check=False, capture_output=True, text=True)
         if result.returncode:
             raise CompileError(f"{shlex.join(command)}\n{result.stderr[:8000]}")
-        built.replace(target)  # atomic: other processes see the whole library or none
+        built.replace(target)  # atomic: other processes see either no library or a complete one
     return target
 
 
@@ -162,7 +162,7 @@ def _compiler_version() -> str:
 
 @functools.cache
 def _included(source: str, folders: tuple[Path, ...]) -> bytes:
-    """A digest of every file of ours that a source includes, and that those include."""
+    """Return a digest of every project file that a source includes, directly or indirectly."""
     digest = hashlib.sha256()
     waiting, seen = re.findall(INCLUDE, source, re.MULTILINE), set()
     while waiting:

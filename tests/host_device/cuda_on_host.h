@@ -1,17 +1,17 @@
-// CUDA as ordinary C++17: what the kernels use of the language, for a host compiler.
+// CUDA as ordinary C++17: the parts of the language that the kernels use, for a host compiler.
 //
-// portable.cuh includes this file where CUPYCONV_HOST is defined.  A CUDA thread is a fibre that runs until
-// it has to wait for others (fibres.cpp), so the built-in variables are plain globals and every wait is a
-// function call that knows where in the source it stands.
+// portable.cuh includes this file if CUPYCONV_HOST is defined.  A CUDA thread is a fibre that runs until it must wait
+// for other threads (fibres.cpp).  Therefore the built-in variables are plain globals, and every wait is a function
+// call that passes its place in the source.
 //
-//     keywords        empty, except the inlining ones
-//     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, since it would do nothing
-//     barriers        __syncthreads, __syncwarp; counters that blocks wait for
+//     keywords        empty, except for the inlining ones
+//     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, because it would have no effect
+//     barriers        __syncthreads, __syncwarp, and counters that blocks wait for
 //     warp            shuffles and votes
-//     atomics         real ones, so that a race detector knows them
+//     atomics         real ones, so that a race detector recognizes them
 //
 // Asynchronous copies and tensor cores are in tensor_core_on_host.h.
-// Not here: clusters, textures, 16-bit arithmetic.
+// Not included: clusters, textures, 16-bit arithmetic.
 #pragma once
 
 #include "fibres.h"
@@ -58,7 +58,7 @@ VECTOR_TYPES(double, double)
 
 #undef VECTOR_TYPES
 
-// uint3 is the type of threadIdx, so that fibres.h has it.
+// uint3 is the type of threadIdx, so fibres.h defines it.
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -67,7 +67,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 // ---- shared memory --------------------------------------------------------------------------------------
 
-// T name[count] in static shared memory.  The address of the static byte is what identifies the array.
+// T name[count] in static shared memory.  The address of the static byte identifies the array.
 #define SHARED_ARRAY(T, name, count)                                                                      \
     static char name##_identity_;                                                                         \
     T(&name)[count] = *static_cast<T(*)[count]>(cuda_on_host::static_shared_memory(                       \
@@ -88,7 +88,7 @@ inline void __threadfence_block() {}
 
 inline void add_released(unsigned* counter, unsigned value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
 
-// Returns when the counter has come to `target`.
+// Returns when the counter has reached `target`.
 #define wait_acquired(counter, target)                                                    \
     do {                                                                                  \
         while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < (target))                     \
@@ -109,11 +109,11 @@ inline void synchronise_warp(Site site, unsigned mask = full_mask) {
 template <class T>
 struct ShuffleInput {
     T value;
-    int source;  // the lane whose value this lane asks for
+    int source;  // the lane whose value this lane requests
 };
 
-// The value of a lane outside the mask is undefined: 0xff, a NaN, stands for it.  Not instrumented: the
-// exchange happens in registers, and a race detector would take it for memory shared without order.
+// The value of a lane outside the mask is undefined and is returned as 0xff, a NaN.  Not instrumented: the exchange
+// happens in registers, but a race detector would consider it unordered access to shared memory.
 template <class T>
 __attribute__((no_sanitize("thread"))) void evaluate_shuffle(
     unsigned mask, const void* const* inputs, void* const* outputs) {
@@ -136,7 +136,7 @@ T shuffle_from(Site site, unsigned mask, T value, int source) {
     return output;
 }
 
-// A warp is cut into segments of `width` lanes; a lane that would read beyond its segment reads itself.
+// A warp is divided into segments of `width` lanes; a lane that would read beyond its segment reads its own value.
 
 template <class T>
 T shuffle(Site site, unsigned mask, T value, int source, int width = warpSize) {
@@ -200,7 +200,7 @@ inline void __stwb(T* address, T value) { *address = value; }
 
 namespace cuda_on_host {
 
-// Replaces *address by change(*address) atomically; returns what was there.
+// Replaces *address by change(*address) atomically; returns the previous value.
 template <class T, class Change>
 inline T update_atomically(T* address, Change change) {
     T before, after;
@@ -211,7 +211,7 @@ inline T update_atomically(T* address, Change change) {
     return before;
 }
 
-// Keeps a parameter out of template argument deduction: atomicAdd(float*, int) takes its T from the pointer.
+// Excludes a parameter from template argument deduction: atomicAdd(float*, int) deduces T from the pointer.
 template <class T>
 struct Exactly {
     using type = T;

@@ -1,8 +1,8 @@
 """`HostDevice`: a CUDA device made of host memory, the host compiler and NumPy.
 
-It executes the very kernels and cuBLAS calls that a GPU would get, and is stricter than one: memory is
-poisoned before it is written and guarded on both sides, addresses must belong to it, threads and blocks run
-in an order that changes with every launch.
+It executes the same kernels and cuBLAS calls as a GPU, and is stricter than a GPU.  Memory is poisoned before it is
+written and guarded on both sides.  Addresses must belong to it.  Threads and blocks run in an order that changes with
+every launch.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ ORDERS = {"ascending": 0, "descending": 1, "random": 2}
 
 _FLUSH_TO_ZERO, _DENORMALS_ARE_ZERO = 0x8000, 0x40  # of MXCSR
 
-_one_launch_at_a_time = threading.Lock()  # the runtime's state is the process's
+_one_launch_at_a_time = threading.Lock()  # the runtime's state is global to the process
 
 
 class KernelError(RuntimeError):
-    """A kernel was launched wrongly, misused a barrier, or wrote where it must not."""
+    """A kernel was launched wrongly, misused a barrier, or wrote to memory outside its arrays."""
 
 
 class HostArray(np.ndarray):
-    """An array in a `HostDevice`'s memory: what `cupy.ndarray` is to a GPU.
+    """An array in a `HostDevice`'s memory: the counterpart of `cupy.ndarray` on a GPU.
 
-    NumPy computes with it as with any array, but such a result is a HostArray only by type: it lies
-    outside the device's memory, and the device refuses it.  `HostDevice.asarray` brings it in.
+    NumPy computes with it as with any array, but the result is a HostArray only by type: its memory is not the
+    device's, and the device refuses it.  `HostDevice.asarray` copies it into the device's memory.
     """
 
     def get(self) -> np.ndarray:
-        """A copy as a plain NumPy array."""
+        """Return a copy as a plain NumPy array."""
         return np.array(self, subok=False)
 
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """One kernel launch, as it was asked for."""
+    """One kernel launch, as requested."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -89,10 +89,10 @@ class TransformRecord:
 
 @dataclass(frozen=True)
 class _Allocation:
-    """A piece of device memory: guard zone, payload, guard zone."""
+    """An allocation of device memory: guard zone, payload, guard zone."""
 
-    memory: weakref.ref[np.ndarray]  # bytes; dead once no array uses them
-    offset: int  # of the payload in `memory`
+    memory: weakref.ref[np.ndarray]  # bytes; dead when no array uses them
+    offset: int  # position of the payload in `memory`
     start: int  # the payload's address
     nbytes: int
 
@@ -101,7 +101,7 @@ class _Allocation:
         return None if memory is None else memory[self.offset : self.offset + self.nbytes]
 
     def guards(self) -> tuple[np.ndarray, ...]:
-        """The zone before the payload and the one after it; none where the memory is gone."""
+        """Return the zones before and after the payload, or none if the memory is gone."""
         memory = self.memory()
         if memory is None:
             return ()
@@ -115,38 +115,38 @@ class HostDevice:
     Parameters
     ----------
     kernels : path
-        Where the `.cu` files are.
+        Directory of the `.cu` files.
     order : {"random", "ascending", "descending"}
-        In which order blocks run, and threads between two barriers.
+        Order of blocks, and of threads between two barriers.
     seed : int
-        Of the random order; counts up with each launch.
+        Seed of the random order; incremented at each launch.
     strict : bool
         Refuse kernels whose threads exit before a barrier that others reach.
 
     Attributes
     ----------
     log : list of LaunchRecord, GemmRecord and TransformRecord
-        What has been enqueued; clear it at will.
+        The enqueued work; may be cleared at any time.
     allocated_bytes, peak_bytes : int
-        Memory in use now, and the most there was; assign to `peak_bytes` to start again.
+        Memory in use now, and its peak; assign to `peak_bytes` to reset it.
     fail_allocations_over : int or None
         Allocations of more bytes than this raise MemoryError.
     flushes_subnormals : bool
-        Whether float32 subnormals are zeros to kernels, going in and coming out, as with CuPy's ``-ftz=true``; kernels
-        with a 64-bit type never flush.  float16's conversions here go through such numbers, which a GPU's do not.
+        Whether kernels treat float32 subnormals as zero, on input and output, as with CuPy's ``-ftz=true``.  Kernels
+        with a 64-bit type never flush.  Conversions from and to float16 use such numbers here, but not on a GPU.
     capturing : bool
-        What `is_capturing` says.
+        The value that `is_capturing` returns.
     waits : int
-        How often somebody waited for the stream.
+        How often the stream was synchronized.
     model : GpuModel
         The GPU that plans are made for.
     has_cufft : bool
-        Whether there are transforms.
+        Whether transforms are available.
     transform_work : float
-        Bytes that a transform works in, for each element of its images.
+        Work area of a transform, in bytes per element of its images.
     room : int
-        How many blocks of a cooperative launch fit at once.  More are refused, as plans are made ready or, where
-        `shows_room` is not set, as they are launched.
+        How many blocks of a cooperative launch are resident at once.  Larger launches are refused: when plans are
+        prepared, or at the launch if `shows_room` is not set.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class HostDevice:
         self._mode = build.sanitizer()
 
     def current(self) -> AbstractContextManager[Any]:
-        """There is one host: nothing to make current."""
+        """Return an empty context: there is only one host."""
         return contextlib.nullcontext()
 
     # ---- memory -----------------------------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> HostArray:
-        """An array of 0xff bytes, C-ordered, aligned to 256 bytes, between two guard zones."""
+        """Return an array of 0xff bytes, C-ordered, aligned to 256 bytes, between two guard zones."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         self._allocated += 1
@@ -195,7 +195,7 @@ class HostDevice:
         return np.ndarray.__new__(HostArray, shape, dtype, memory, offset)
 
     def untouched(self, size: int, dtype: Any) -> HostArray:
-        """A line of zeros, of which only what is touched takes memory: it may be longer than there is memory for."""
+        """Return a 1-D array of zeros that only uses memory where it is touched, so it may exceed the memory's size."""
         dtype = np.dtype(dtype)
         memory, offset = self._registered(
             np.zeros(_with_guards(size * dtype.itemsize), np.uint8), size * dtype.itemsize
@@ -204,7 +204,7 @@ class HostDevice:
 
     @contextlib.contextmanager
     def failing_allocations(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
-        """So many allocations fail, from that number on; none if it is negative.  Gives a function that counts them."""
+        """Let `times` allocations fail from this number on, or none if it is negative.  Yields their counter."""
         begin = self._allocated
         self._failing = range(begin + number, begin + number + times) if number >= 0 else range(0)
         try:
@@ -213,7 +213,7 @@ class HostDevice:
             self._failing = range(0)
 
     def asarray(self, array: Any, dtype: Any = None) -> HostArray:
-        """A copy of anything NumPy understands in this device's memory, C-ordered."""
+        """Return a C-ordered copy in this device's memory of anything that NumPy understands."""
         source = np.asarray(array, dtype)
         result = self.empty(source.shape, source.dtype)
         result[...] = source
@@ -223,14 +223,14 @@ class HostDevice:
         return self.asarray(array)
 
     def convert(self, array: Any, dtype: Any) -> HostArray:
-        """`array` in another dtype, C-ordered."""
+        """Return `array` in another dtype, C-ordered."""
         result = self.empty(array.shape, dtype)
         with np.errstate(all="ignore"):
             np.copyto(result, array, casting="unsafe")
         return result
 
     def pointer(self, array: Any) -> int:
-        """The address of the first element, which has to lie in this device's memory; null where there is none."""
+        """Return the address of the first element, which must be in this device's memory, or 0 for an empty array."""
         if not isinstance(array, HostArray):
             raise TypeError(f"a HostArray is needed, not {type(array).__name__}")
         if not array.size:
@@ -240,11 +240,11 @@ class HostDevice:
         return address
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
-        """Dtypes, layouts and alignment; there is one device."""
+        """Return dtypes, layouts and alignment; there is only one device."""
         return tuple([(a.dtype, a.shape, a.strides, a.ctypes.data & 15) for a in arrays])
 
     def allocation(self, start: int, end: int) -> tuple[np.ndarray, int]:
-        """The allocation that holds the bytes [start, end), as bytes, and its first address."""
+        """Return the allocation that contains the bytes [start, end), as bytes, and its first address."""
         for allocation in list(self._allocations.values()):
             if allocation.start <= start and end <= allocation.start + allocation.nbytes:
                 payload = allocation.payload()
@@ -253,7 +253,7 @@ class HostDevice:
         raise IndexError(f"the {end - start} bytes at {start:#x} do not lie in one allocation of this device")
 
     def _registered(self, memory: np.ndarray, nbytes: int) -> tuple[np.ndarray, int]:
-        """Memory with its guard zones written, known to the device, and where in it the payload begins."""
+        """Write guard zones, register the memory, and return it with the payload's offset."""
         offset = GUARD_BYTES + -(memory.ctypes.data + GUARD_BYTES) % ALIGNMENT
         allocation = _Allocation(weakref.ref(memory), offset, memory.ctypes.data + offset, nbytes)
         for guard in allocation.guards():
@@ -267,14 +267,14 @@ class HostDevice:
         return memory, offset
 
     def _forget(self, start: int, address: int, nbytes: int) -> None:
-        """The memory is about to be freed."""
+        """Unregister memory that is about to be freed."""
         self.allocated_bytes -= self._allocations.pop(start).nbytes
         if self._mode == "asan":
             _address_sanitizer("unpoison", address, nbytes)
 
     def _check_guards(self, kernel: Kernel) -> None:
         if self._mode == "asan":
-            return  # it has watched every access
+            return  # AddressSanitizer checks every access
         damaged = []
         for allocation in list(self._allocations.values()):
             for where, guard in zip(("before", "after"), allocation.guards(), strict=False):
@@ -282,14 +282,14 @@ class HostDevice:
                 if wrong.size:
                     distance = GUARD_BYTES - wrong[0] if where == "before" else wrong[0]
                     damaged.append(f"{distance} bytes {where} an allocation of {allocation.nbytes} bytes")
-                    guard[...] = GUARD  # so that later launches are not blamed
+                    guard[...] = GUARD  # so that later launches are not reported
         if damaged:
             raise KernelError(f"{kernel} wrote outside its arrays: {'; '.join(damaged)}")
 
     # ---- work -------------------------------------------------------------------------------------------
 
     def empty_in_graph(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """An array like any other, allowed where `capturing` forbids them."""
+        """Return an array like any other, but without the limit of `fail_allocations_over`."""
         failing, self.fail_allocations_over = self.fail_allocations_over, None
         try:
             return self.empty(shape, dtype)
@@ -297,16 +297,16 @@ class HostDevice:
             self.fail_allocations_over = failing
 
     def synchronize(self) -> None:
-        """Nothing is enqueued here that is not done; it is counted, so that a test sees who waits."""
+        """Count synchronizations for tests; all enqueued work is already done."""
         assert not self.capturing, "waiting for a stream ends its capture"
         self.waits += 1
 
     def is_capturing(self) -> bool:
-        """As a test has set `capturing`; there are no graphs."""
+        """Return `capturing`, which a test sets; there are no graphs."""
         return self.capturing
 
     def load(self, launch: KernelLaunch) -> Callable[[np.ndarray], None]:
-        """What calls `launch`, which compiles the kernel."""
+        """Return a function that runs `launch`, which compiles the kernel."""
         is_too_large = launch.cooperative and launch.blocks > self.room
         if is_too_large and self.shows_room:
             raise too_many_blocks(self, launch, self.room)
@@ -319,20 +319,20 @@ class HostDevice:
         return enqueue
 
     def argument(self, params: np.ndarray) -> np.ndarray:
-        """The parameter as it is: `launch` looks at it before it copies it."""
+        """Return the parameter as it is: `launch` checks and copies it."""
         return params
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
-        """No profiler, no ranges."""
+        """Return the function itself: there are no profiler ranges."""
         return function
 
     def launch(
         self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int = 0,
         cooperative: bool = False,
     ) -> None:  # fmt: skip
-        """Run a kernel to its end; raises `KernelError` where anything about it is wrong.
+        """Run a kernel to completion; raise `KernelError` for any fault.
 
-        `block` may be a tuple too, for kernels with blocks of more than one dimension.
+        `block` may also be a tuple, for kernels with multidimensional blocks.
         """
         compiled = build.load_kernel(kernel, self.kernels, self._mode)
         self._check_params(kernel, params, compiled.params_size)
@@ -346,7 +346,7 @@ class HostDevice:
             strict=self.strict,
         )
         run = build.load_runtime(self._mode)
-        value = params.copy()  # aligned, whatever `params` is a part of
+        value = params.copy()  # aligned, even if `params` is a part of another array
         has_64_bits = bool({"float64", "complex128"} & {value for _, value in kernel.macros})
         with _one_launch_at_a_time:
             self.seed += 1
@@ -384,10 +384,10 @@ class HostDevice:
         blas.gemm_strided_batched(self.allocation, arguments)
 
     def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
-        """All were made when they were loaded."""
+        """Do nothing: all transforms were created when they were loaded."""
 
     def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
-        """What calls ``cufftExecR2C`` and its like; see `fft`."""
+        """Return a function that runs ``cufftExecR2C`` and the like; see `fft`."""
         if not self.has_cufft:
             raise no_transforms(self, "this device has none")
         nbytes = int(self.transform_work * arguments.batch * prod(arguments.size))
@@ -404,7 +404,7 @@ class HostDevice:
 
 @contextlib.contextmanager
 def subnormals_flushed(flushes: bool) -> Iterator[None]:
-    """This thread with the processor's own "flush to zero" and "denormals are zero" set, or as it is."""
+    """Set the processor's "flush to zero" and "denormals are zero" for this thread, or leave them unchanged."""
     if platform.machine() != "x86_64":
         raise NotImplementedError("only for x86-64 it is known here where these bits are")
     if not flushes:
@@ -422,12 +422,12 @@ def subnormals_flushed(flushes: bool) -> Iterator[None]:
 
 
 def _with_guards(nbytes: int) -> int:
-    """Bytes of memory for a payload that can be aligned in it, between its guard zones."""
+    """Return the bytes of memory for an aligned payload and its guard zones."""
     return nbytes + 2 * GUARD_BYTES + ALIGNMENT
 
 
 def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:
-    """A launch's size along x, y and z."""
+    """Return a launch's size along x, y and z."""
     given = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
     if not 1 <= len(given) <= 3 or not all(1 <= value < 2**32 for value in given):
         raise KernelError(f"a size has one to three numbers from 1 to 2**32 - 1, not {size}")

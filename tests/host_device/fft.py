@@ -1,11 +1,11 @@
-"""cuFFT over host memory: what a plan of ``cufftMakePlanMany`` executes, in its advanced data layout.
+"""cuFFT on host memory: executes a plan of ``cufftMakePlanMany``, in cuFFT's advanced data layout.
 
 ::
 
-    element (i, j, k) of image b lies at   b * dist + ((i * embed[1] + j) * embed[2] + k) * stride
+    element (i, j, k) of image b is at   b * dist + ((i * embed[1] + j) * embed[2] + k) * stride
 
-What cuFFT refuses is refused, and so is what it leaves undefined.  Neither direction divides.  The source of an inverse
-transform to real numbers is overwritten, as cuFFT may do.
+It refuses what cuFFT refuses, and also what cuFFT leaves undefined.  Neither direction normalizes.  An inverse
+transform to real numbers overwrites its source, as cuFFT may do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Kind(NamedTuple):
-    """What a cufftType goes from, and to."""
+    """The source and target types of a cufftType."""
 
     source: str
     target: str
@@ -42,7 +42,7 @@ TYPES = {
 
 
 def check(plan: TransformArguments) -> None:
-    """ValueError for what cuFFT refuses when a plan is made."""
+    """Raise ValueError for arguments that cuFFT refuses when a plan is created."""
     if not 1 <= len(plan.size) <= 3 or not len(plan.size) == len(plan.inembed) == len(plan.onembed):
         raise ValueError(f"one to three axes, not {plan.size} within {plan.inembed} and {plan.onembed}")
     if plan.type not in TYPES or plan.direction not in (-1, 1):
@@ -56,7 +56,7 @@ def check(plan: TransformArguments) -> None:
 
 
 def transform(memory: Memory, plan: TransformArguments, source: int, target: int) -> None:
-    """Execute a plan that `check` accepts, over the allocations that `memory` finds."""
+    """Execute a plan that `check` accepts on the allocations that `memory` finds."""
     kind = TYPES[plan.type]
     shapes = _shapes(plan)
     images = _view(memory, source, kind.source, shapes[0], plan.inembed, plan.istride, plan.idist, plan.batch)
@@ -84,7 +84,7 @@ def transform(memory: Memory, plan: TransformArguments, source: int, target: int
 
 
 def _shapes(plan: TransformArguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements of an image along each axis, before and after."""
+    """Return the elements of an image along each axis, before and after the transform."""
     half = (*plan.size[:-1], plan.size[-1] // 2 + 1)
     kind = TYPES[plan.type]
     return (
@@ -103,7 +103,7 @@ def _view(
     dist: int,
     batch: int,
 ) -> np.ndarray:
-    """The images as an array (batch, *shape)."""
+    """Return the images as an array (batch, *shape)."""
     itemsize = np.dtype(dtype).itemsize
     if address % itemsize:
         raise ValueError(f"{address:#x} is not aligned to {dtype}")

@@ -1,29 +1,29 @@
-// The runtime under a kernel compiled for the host: runs a grid of CUDA threads on one CPU thread.
+// The runtime for kernels compiled for the host.  It runs a grid of CUDA threads on one CPU thread.
 //
-//     for each block, in the order asked for
+//     for each block, in the configured order
 //         until all of its threads have exited
-//             for each thread, in the order asked for
+//             for each thread, in the configured order
 //                 run it until it waits (barrier, warp operation) or exits
 //
-// A CUDA thread is a fibre: a stack of its own, and a switch that saves the registers a call preserves.
-// One that never waits costs no switch at all, since the fibre goes straight on with the next thread.
+// A CUDA thread is a fibre: it has its own stack, and a switch saves the callee-saved registers.  A thread that never
+// waits needs no switch, because its fibre continues directly with the next thread.
 //
-// The blocks of a cooperative launch may wait for each other.  They are all begun; each runs until its threads wait
-// for other blocks, is parked with its threads and its shared memory, and comes round again:
+// The blocks of a cooperative launch may wait for each other.  All of them are started.  Each runs until its threads
+// wait for other blocks, is then parked with its threads and its shared memory, and is resumed in the next round:
 //
 //     until every block has ended
-//         for each block that has not, in the order asked for
-//             take it up, run its threads as above, park it
+//         for each block that has not ended, in the configured order
+//             resume it, run its threads as above, park it
 //
-// The order in which threads run between two barriers is free in CUDA, so a kernel that needs another
-// order than the one it gets is wrong; trying several shows it.  Shared memory starts as 0xff: floats read
-// before they are written are NaN, integers -1.  Wrong use of barriers ends the launch with a message.
+// CUDA does not define the order in which threads run between two barriers.  A kernel that needs a particular order is
+// wrong, and trying several orders shows it.  Shared memory is initialized to 0xff: floats that are read before they
+// are written are NaN, integers are -1.  Wrong use of barriers ends the launch with a message.
 //
-// This file is never compiled with a sanitizer, since it does what sanitizers suspect.  (They do see its calls
-// of malloc, mmap and memset; so what fibres share lies in plain arrays.)  It tells them instead:
-// CUDA_ON_HOST_ASAN announces stack switches, CUDA_ON_HOST_TSAN announces a thread for each CUDA thread, with
-// the order that barriers create between them and no other; CUDA_ON_HOST_UBSAN gives shared arrays no better
-// alignment than their type asks for.
+// This file is never compiled with a sanitizer, because sanitizers would report what it does.  (They do see its calls
+// of malloc, mmap and memset, so data that fibres share are in plain arrays.)  Instead, the file informs them:
+// CUDA_ON_HOST_ASAN announces stack switches.  CUDA_ON_HOST_TSAN announces a thread per CUDA thread, and only the
+// ordering that barriers create between threads.  CUDA_ON_HOST_UBSAN gives shared arrays only the alignment that their
+// type requires.
 #include "fibres.h"
 
 #include <sys/mman.h>
@@ -57,7 +57,7 @@ constexpr unsigned max_blocks_together = 256;       // of a cooperative launch
 constexpr unsigned max_threads_together = 64 << 10;  // in all its blocks
 constexpr unsigned char poison = 0xff;
 
-// ---- what sanitizers are told ---------------------------------------------------------------------------
+// ---- information for sanitizers -------------------------------------------------------------------------
 
 #ifdef CUDA_ON_HOST_TSAN
 extern "C" {
@@ -83,7 +83,7 @@ void __asan_unpoison_memory_region(const volatile void* address, size_t size);
 }
 #endif
 
-// What happened before release(e) in one thread happened before what follows acquire(e) in another.
+// Everything before release(e) in one thread happens before everything after acquire(e) in another thread.
 struct OrderingEvent {
     char address;
 #ifdef CUDA_ON_HOST_TSAN
@@ -98,7 +98,7 @@ struct OrderingEvent {
 // ---- fibres -----------------------------------------------------------------------------------------------
 
 constexpr size_t page = 4096;
-constexpr size_t stack_bytes = 256 << 10;  // reserved; a page becomes memory when it is touched
+constexpr size_t stack_bytes = 256 << 10;  // reserved; a page uses memory once it is touched
 
 struct Fibre {
     char* stack = nullptr;
@@ -112,7 +112,7 @@ struct Fibre {
 };
 
 Fibre scheduler;  // the CPU thread that called launch
-[[maybe_unused]] const void* scheduler_stack;  // as AddressSanitizer reports it
+[[maybe_unused]] const void* scheduler_stack;  // as reported by AddressSanitizer
 [[maybe_unused]] size_t scheduler_stack_bytes;
 
 #ifdef SWITCH_IN_ASSEMBLY
@@ -162,7 +162,7 @@ void prepare_stack(Fibre& fibre, void (*start)()) {
 
 Fibre* new_fibre(void (*start)()) {
     Fibre* fibre = new Fibre;
-    // The page below the stack stays inaccessible: an overflow crashes instead of overwriting a neighbour.
+    // The page below the stack stays inaccessible: an overflow crashes and does not overwrite another stack.
     void* memory = mmap(nullptr, page + stack_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
@@ -183,13 +183,13 @@ void delete_fibre(Fibre* fibre) {
     __tsan_destroy_fiber(fibre->sanitizer_thread);
 #endif
 #ifdef CUDA_ON_HOST_ASAN
-    __asan_unpoison_memory_region(fibre->stack, stack_bytes);  // frames that were abandoned on it
+    __asan_unpoison_memory_region(fibre->stack, stack_bytes);  // frames that were abandoned on the stack
 #endif
     munmap(fibre->stack - page, page + stack_bytes);
     delete fibre;
 }
 
-// To be called first on a stack that has just been switched to.
+// Must be called first on a stack after a switch to it.
 void arrive(Fibre& fibre) {
 #ifdef CUDA_ON_HOST_ASAN
     if (&fibre == &scheduler)
@@ -201,7 +201,7 @@ void arrive(Fibre& fibre) {
 #endif
 }
 
-// Stops `from` and goes on with `to`; returns when something switches back.
+// Stops `from` and resumes `to`; returns when something switches back.
 void switch_fibres(Fibre& from, Fibre& to) {
 #ifdef CUDA_ON_HOST_ASAN
     const bool leaving = &to == &scheduler;
@@ -230,8 +230,8 @@ struct Thread {
     unsigned waits_for;  // the mask of a warp operation
 };
 
-// Where lanes of a warp meet: those of one mask at one place in the source.  Several meetings may be in
-// progress in a warp, though not more than it has lanes, since each has at least one that waits.
+// A meeting of the lanes of a warp, identified by their mask and the place in the source.  Several meetings may be in
+// progress in a warp, but not more than it has lanes, because at least one lane waits in each.
 struct Rendezvous {
     unsigned mask;
     unsigned arrived;
@@ -245,7 +245,7 @@ struct Rendezvous {
 class RandomNumbers {
   public:
     explicit RandomNumbers(uint64_t seed) : state(seed) {}
-    // Uniform in [0, bound), but for a bias of bound / 2^64.
+    // Uniform in [0, bound), except for a bias of bound / 2^64.
     uint64_t below(uint64_t bound) { return uint64_t((static_cast<unsigned __int128>(next()) * bound) >> 64); }
 
   private:
@@ -274,28 +274,28 @@ RandomNumbers random_numbers(0);
 std::string error;
 
 unsigned thread_count;
-uint3 thread_indices[max_threads];  // linear -> threadIdx: three divisions a launch instead of a thread
+uint3 thread_indices[max_threads];  // linear -> threadIdx: three divisions per launch instead of per thread
 Thread threads[max_threads];
-unsigned order[max_threads];        // in which they are run
-unsigned position;                  // in `order`, of the thread that runs
-unsigned current;                   // the thread that runs
-unsigned alive, waiting;            // threads that have not exited; of these, at the barrier
-Site barrier_site;                  // where those wait
+unsigned order[max_threads];        // in which threads run
+unsigned position;                  // of the running thread in `order`
+unsigned current;                   // the running thread
+unsigned alive, waiting;            // threads that have not exited; those among them at the barrier
+Site barrier_site;                  // where the threads at the barrier wait
 unsigned barrier_generation;
 Rendezvous meetings[max_warps][lanes_per_warp];
 
 Fibre* idle_fibres[max_threads_together];
 unsigned idle_fibre_count;
 
-unsigned seat;  // of the block that runs among those of a cooperative launch; else 0
-bool progress;  // some block has begun, or found what it waited for, since this was last set to false
+unsigned seat;  // index of the running block of a cooperative launch; else 0
+bool progress;  // some block has started, or its wait has ended, since this was set to false
 
 OrderingEvent launch_begins, launch_ends, barrier_events[max_blocks_together][2];
 
-constexpr unsigned max_pending_copies = 512;  // of a thread
+constexpr unsigned max_pending_copies = 512;  // per thread
 
-// A thread's copies that have not arrived, oldest first, each with the number of its group.  Both numbers only
-// grow: a thread leaves no copy behind, and what another block finds here is as good as zero.
+// A thread's copies that have not arrived, oldest first, each with the number of its group.  Both counters only grow.
+// A thread leaves no pending copy behind, so another block can continue with the values that it finds here.
 struct CopyQueue {
     unsigned first, end;  // modulo max_pending_copies, positions in `copies`
     unsigned groups;      // committed
@@ -307,7 +307,7 @@ unsigned copy_groups[max_threads][max_pending_copies];
 
 enum Order { ascending, descending, random_order };
 
-bool same(Site a, Site b) {  // one file's name may be stored several times
+bool same(Site a, Site b) {  // a file's name may be stored several times
     return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
 }
 
@@ -357,13 +357,13 @@ void report(const std::string& message) {
     if (!failed()) error = message + "; block " + text(blockIdx) + ": " + thread_counts();
 }
 
-// Lets the scheduler choose who goes on; returns when it chooses this thread, which has to be runnable then.
+// Lets the scheduler choose the next thread; returns when it chooses this thread, which must be runnable then.
 void step_back() {
-    launch_ends.release();  // it may be the last that is seen of this thread, if another one fails
+    launch_ends.release();  // this thread may never resume, if another one fails
     switch_fibres(*threads[current].fibre, scheduler);
 }
 
-// Ends the launch from inside a CUDA thread, whose stack is abandoned.
+// Ends the launch from inside a CUDA thread, and abandons the thread's stack.
 [[noreturn]] void fail(const std::string& message) {
     report(message + ", thread " + text(threadIdx));
     step_back();
@@ -375,12 +375,12 @@ void step_back() {
 constexpr int max_shared_arrays = 64;
 SharedArray shared_arrays[max_shared_arrays];
 int shared_array_count;
-const SharedArray* latest_shared_array;  // most threads ask for the array the thread before asked for
+const SharedArray* latest_shared_array;  // most threads request the same array as the previous thread
 const char dynamic_identity = 0;
 
 #ifdef CUDA_ON_HOST_TSAN
-// All arrays lie in one mapping: to map it anew is how the accesses of a block are forgotten before the next.
-// That is for the scheduler to do, since to ThreadSanitizer whoever maps memory writes it.
+// All arrays are in one mapping.  Mapping it again makes ThreadSanitizer forget a block's accesses before the next
+// block.  Only the scheduler may do so, because for ThreadSanitizer the thread that maps memory writes to it.
 constexpr size_t arena_bytes = shared_limit + max_shared_arrays * 64;
 char* arena;
 size_t arena_used;
@@ -393,7 +393,7 @@ char* allocate_shared(size_t bytes) {
 
 void free_shared(const SharedArray&) { arena_used = 0; }
 
-void leave_arena() { arena = nullptr; }  // to the block that is parked with it
+void leave_arena() { arena = nullptr; }  // the parked block keeps it
 
 void poison_shared_arrays() {
     const int fixed = arena ? MAP_FIXED : 0;
@@ -401,7 +401,7 @@ void poison_shared_arrays() {
     arena = static_cast<char*>(std::memset(memory, poison, arena_bytes));
 }
 #else
-// An allocation for each array, so that AddressSanitizer sees where it ends.
+// One allocation per array, so that AddressSanitizer knows where it ends.
 char* allocate_shared(size_t bytes) {
     void* memory = nullptr;
     if (posix_memalign(&memory, 128, bytes) != 0) std::abort();
@@ -418,7 +418,7 @@ void poison_shared_arrays() {
 const SharedArray* add_shared_array(const void* identity, size_t bytes, size_t alignment) {
     size_t offset = 0;
 #ifdef CUDA_ON_HOST_UBSAN
-    if (alignment < 16) offset = alignment;  // the least aligned place that is legal
+    if (alignment < 16) offset = alignment;  // the least aligned offset that is legal
 #else
     (void)alignment;
 #endif
@@ -482,7 +482,7 @@ void exit_thread() {
     if (waiting > 0 && waiting == alive) open_barrier();
 }
 
-// Goes on with the next thread in order on this same stack, if that one has not begun.
+// Continues with the next thread in order on the same stack, if that thread has not started.
 bool start_next_thread_here(Fibre* fibre) {
     if (thread_sanitizer || failed() || position + 1 == thread_count) return false;
     Thread& next = threads[order[position + 1]];
@@ -508,7 +508,7 @@ void fibre_main() {
 }
 
 void start_thread(Thread& thread) {
-    if (idle_fibre_count == 0 || thread_sanitizer) {  // to ThreadSanitizer, a fibre is one CUDA thread
+    if (idle_fibre_count == 0 || thread_sanitizer) {  // for ThreadSanitizer, a fibre is one CUDA thread
         thread.fibre = new_fibre(fibre_main);
 #ifdef CUDA_ON_HOST_TSAN
         const std::string name = "block " + text(blockIdx) + " thread " + text(threadIdx);
@@ -524,7 +524,7 @@ void delete_idle_fibres() {
     while (idle_fibre_count > 0) delete_fibre(idle_fibres[--idle_fibre_count]);
 }
 
-// After an error: threads that have begun and not exited still hold a stack each.
+// Cleans up after an error: each thread that has started and not exited still has a stack.
 void abandon_threads() {
     for (unsigned t = 0; t < thread_count; ++t)
         if (threads[t].state != State::unstarted && threads[t].state != State::exited) delete_fibre(threads[t].fibre);
@@ -535,7 +535,7 @@ void abandon_threads() {
 
 // ---- warps -------------------------------------------------------------------------------------------------------
 
-// The lanes of `mask` that exist; fails where the mask is wrong.
+// Returns the lanes of `mask` that exist; fails if the mask is wrong.
 unsigned checked_mask(unsigned mask, const Thread* warp, Site site) {
     const unsigned lanes = thread_count - unsigned(warp - threads);
     const unsigned existing = lanes < lanes_per_warp ? (1u << lanes) - 1 : ~0u;
@@ -580,7 +580,7 @@ void shuffle_order() {
     for (unsigned t = thread_count - 1; t > 0; --t) std::swap(order[t], order[random_numbers.below(t + 1)]);
 }
 
-// Runs every thread that can go on, once; false if there was none.
+// Runs every thread that can continue once; returns false if there was none.
 bool run_threads() {
     bool ran = false;
     for (position = 0; position < thread_count && !failed(); ++position) {
@@ -600,7 +600,7 @@ bool waits_for_blocks() {
     return false;
 }
 
-// Runs the threads until all have exited, or until nothing but other blocks can let them go on.
+// Runs the threads until all have exited, or until all of them wait for other blocks.
 void run_while_possible() {
     while (alive > 0 && !failed()) {
         if (config.order == random_order) shuffle_order();
@@ -624,7 +624,7 @@ void begin_shared_memory() {
     if (config.dynamic_shared_bytes) add_shared_array(&dynamic_identity, config.dynamic_shared_bytes, 16);
 }
 
-// What of a block is kept while others run.
+// The state of a block that is saved while other blocks run.
 struct ParkedBlock {
     uint3 index;
     bool begun = false, ended = false;
@@ -679,7 +679,7 @@ void let_waiting_threads_look() {
         if (threads[t].state == State::waiting_for_blocks) threads[t].state = State::runnable;
 }
 
-// The end of a block, or of all that is left of it after an error.
+// Ends a block, or cleans up what is left of it after an error.
 void end_block(ParkedBlock& block) {
     if (failed()) abandon_threads();
     free_shared_arrays();
@@ -723,7 +723,7 @@ void run_blocks_together(std::vector<ParkedBlock>& blocks) {
     seat = 0;
 }
 
-// i -> (start + i * step) mod count, with a step that shares no factor with count, visits every block once.
+// i -> (start + i * step) mod count visits every block once, because step and count have no common factor.
 struct BlockOrder {
     uint64_t count, start = 0, step = 1;
 
@@ -748,7 +748,7 @@ struct BlockOrder {
 
 std::string size_text(const unsigned (&size)[3]) { return text(uint3{size[0], size[1], size[2]}); }
 
-// What is wrong with a launch before it begins, in words, or nothing.
+// Returns why a launch is refused before it begins, or an empty string.
 std::string refusal(const LaunchConfig& launch) {
     const auto& [x, y, z] = launch.block;
     if (x == 0 || y == 0 || z == 0 || x > max_threads || y > max_threads || z > 64 ||
@@ -784,7 +784,7 @@ void begin_launch(const LaunchConfig& launch) {
 
 }  // namespace
 
-// ---- what kernels call ------------------------------------------------------------------------------------------
+// ---- functions that kernels call --------------------------------------------------------------------------------
 
 int lane() { return int(current % lanes_per_warp); }
 
@@ -800,7 +800,7 @@ void synchronise_block(Site site) {
     threads[current].state = State::at_barrier;
     threads[current].waits_at = site;
     if (++waiting == alive) open_barrier();
-    step_back();  // the last to arrive as well: who is first after the barrier is as free as before it
+    step_back();  // the last to arrive yields too: the order after a barrier is free as well
     event.acquire();
 }
 
@@ -899,7 +899,8 @@ void* dynamic_shared_memory(Site site) {
 
 }  // namespace cuda_on_host
 
-// Runs a whole grid; returns what went wrong, in words, or a null pointer.  One launch at a time a process.
+// Runs a whole grid; returns a description of an error, or a null pointer.  A process can run only one launch at a
+// time.
 extern "C" __attribute__((visibility("default"))) const char* cuda_on_host_launch(
     cuda_on_host::Kernel kernel, const void* params, const cuda_on_host::LaunchConfig* launch) {
     using namespace cuda_on_host;

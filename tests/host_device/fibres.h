@@ -1,7 +1,7 @@
-// What a kernel compiled for the host asks of the runtime that executes it, and nothing else.
+// The interface between a kernel compiled for the host and the runtime that executes it.
 //
-// cuda_on_host.h spells these calls the way CUDA does; fibres.cpp implements them.  No C++ standard
-// library here: this file is part of every kernel's translation unit, whose compile time it keeps short.
+// cuda_on_host.h maps CUDA's names to these calls; fibres.cpp implements them.  This file does not use the C++ standard
+// library, because it is part of every kernel's translation unit, and that keeps compile times short.
 #pragma once
 
 #include <stddef.h>
@@ -15,7 +15,7 @@ struct dim3 {
     unsigned x, y, z;
 };
 
-// Set by the runtime whenever another CUDA thread goes on.
+// The runtime sets these whenever it switches to another CUDA thread.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
@@ -29,64 +29,64 @@ struct Site {
     int line;
 };
 
-// __syncthreads: returns when every thread of the block that has not exited is here.
+// __syncthreads: returns when all threads of the block that have not exited have arrived.
 void synchronise_block(Site site);
 
-// Returns when other blocks have run, as far as they could; only in a cooperative launch.
+// Returns after other blocks have run as far as they could; only valid in a cooperative launch.
 void wait_for_other_blocks(Site site);
 
-// To be called when what was waited for has come: where no block ever says so, there is a deadlock.
+// Must be called when a wait for other blocks has ended.  If no block ever calls it, there is a deadlock.
 void found_other_blocks();
 
-// Evaluates a warp operation once all its lanes have arrived: reads inputs[lane], writes outputs[lane].
+// Evaluates a warp operation after all its lanes have arrived: reads inputs[lane], writes outputs[lane].
 using WarpFunction = void (*)(unsigned mask, const void* const* inputs, void* const* outputs);
 
-// The lanes of `mask` meet; the last to arrive calls `function` for all of them (a null one does nothing).
-// `orders_memory` says whether the meeting is a memory barrier too: __syncwarp is, a shuffle is not.
+// The lanes of `mask` meet.  The last lane to arrive calls `function` for all of them (unless it is null).
+// `orders_memory` says whether the meeting is a memory barrier as well: __syncwarp is one, a shuffle is not.
 void meet_warp(unsigned mask, const void* input, void* output, WarpFunction function, bool orders_memory, Site site);
 
-// The same for what takes a whole warp; a warp with fewer than 32 lanes is an error.
+// The same for operations of a whole warp; a warp with fewer than 32 lanes is an error.
 void meet_whole_warp(const void* input, void* output, WarpFunction function, Site site);
 
 // This thread's position in its warp.
 int lane();
 
-// The block's static array with this identity; it comes filled with 0xff.
+// The block's static array with this identity, initialized to 0xff.
 void* static_shared_memory(const void* identity, size_t bytes, size_t alignment, Site site);
 
-// The launch's dynamic shared memory; it comes filled with 0xff.
+// The launch's dynamic shared memory, initialized to 0xff.
 void* dynamic_shared_memory(Site site);
 
-// Fails unless these bytes lie in one of the block's shared arrays, at an address that is a multiple of `bytes`.
+// Fails unless these bytes are inside one of the block's shared arrays, at an address that is a multiple of `bytes`.
 void check_shared_access(const void* address, int bytes, Site site);
 
-// A copy from global to shared memory that a thread has issued and not yet waited for.
+// A copy from global to shared memory that a thread has issued and has not waited for.
 struct PendingCopy {
     void* shared;
     const void* global;
     int bytes;
-    bool valid;  // else zeros are written, and nothing is read
+    bool valid;  // otherwise zeros are written and nothing is read
     Site site;
 };
 
-// Checks the addresses and remembers the copy; memory is not touched.
+// Checks the addresses and records the copy; does not access memory.
 void issue_copy(const PendingCopy& copy);
 
-// Makes a group, possibly an empty one, of what this thread has issued since its last commit.
+// Forms a group, possibly an empty one, of the copies that this thread has issued since its last commit.
 void commit_copies();
 
-// Takes the oldest copy of this thread that is in none of its `pending` newest groups; false where there is none.
+// Removes the oldest copy of this thread outside its `pending` newest groups; returns false if there is none.
 bool take_arrived_copy(unsigned pending, PendingCopy& copy);
 
-// How to run a kernel; mirrored in build.py.
+// The configuration of a launch; mirrored in build.py.
 struct LaunchConfig {
     unsigned grid[3];
     unsigned block[3];
     uint64_t dynamic_shared_bytes;
     uint64_t seed;
-    int order;   // 0 ascending, 1 descending, 2 random: of threads and of blocks
-    int cooperative;  // all blocks at once, so that they may wait for each other
-    int strict;  // refuse what the hardware tolerates: threads that exit before a barrier, lanes that do not exist
+    int order;   // 0 ascending, 1 descending, 2 random: for threads and blocks
+    int cooperative;  // all blocks are resident, so that they may wait for each other
+    int strict;  // refuses what hardware tolerates: threads that exit before a barrier, lanes that do not exist
 };
 
 }  // namespace cuda_on_host

@@ -1,7 +1,7 @@
-// __half and __nv_bfloat16 on the host: the bits of the real types, rounded to nearest even.
+// __half and __nv_bfloat16 on the host, with the bits of the real types, rounded to nearest even.
 //
-// Conversions are explicit only.  CUDA's types also convert implicitly and have 16-bit arithmetic, which
-// rounds after every operation; a kernel that used it by accident does not compile here.
+// All conversions are explicit.  CUDA's types also convert implicitly and have 16-bit arithmetic, which rounds after
+// every operation.  A kernel that uses it by accident does not compile here.
 #pragma once
 
 #include <stdint.h>
@@ -17,12 +17,12 @@ inline To bit_cast(From from) {
 }
 
 constexpr uint32_t float_infinity = 0x7f800000u;
-constexpr uint16_t canonical_nan = 0x7fffu;  // what the hardware's conversions return, in both 16-bit formats
+constexpr uint16_t canonical_nan = 0x7fffu;  // returned by the hardware's conversions in both 16-bit formats
 
-// Half keeps 10 of float's 23 mantissa bits; its exponent bias is 15 instead of 127.
+// Half has 10 of float's 23 mantissa bits; its exponent bias is 15 instead of 127.
 constexpr int half_mantissa_shift = 13;
 constexpr uint32_t half_rebias = (127u - 15u) << 23;
-constexpr uint32_t half_overflow = 0x477ff000u;         // 65520, the least value that rounds to infinity
+constexpr uint32_t half_overflow = 0x477ff000u;         // 65520, the smallest value that rounds to infinity
 constexpr uint32_t half_smallest_normal = 0x38800000u;  // 2^-14
 
 inline uint16_t half_bits(float value) {
@@ -32,7 +32,7 @@ inline uint16_t half_bits(float value) {
     if (magnitude > float_infinity) return canonical_nan;
     if (magnitude >= half_overflow) return uint16_t(sign | 0x7c00u);
     if (magnitude < half_smallest_normal) {
-        // Subnormal: a multiple of 2^-24.  Around 2^23 floats are the integers, so adding that rounds to one.
+        // Subnormal: a multiple of 2^-24.  Near 2^23 floats are exactly the integers, so this addition rounds to one.
         const float units = bit_cast<float>(magnitude) * 0x1p24f;
         const volatile float rounded = units + 0x1p23f;
         return uint16_t(sign | uint16_t(rounded - 0x1p23f));
@@ -45,7 +45,7 @@ inline float half_value(uint16_t bits) {
     const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
     const uint32_t magnitude = uint32_t(bits & 0x7fffu) << half_mantissa_shift;
     if ((bits & 0x7c00u) == 0x7c00u) return bit_cast<float>(sign | float_infinity | magnitude);
-    // Read as a float, the exponent is 112 too small; a product is exact and puts subnormals right too.
+    // Read as a float, the exponent is 112 too small.  The product is exact and also corrects subnormals.
     return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f));
 }
 

@@ -1,4 +1,4 @@
-// Gives a kernel the two symbols that build.py looks up: a plain call, and the size of its parameter struct.
+// Exports the two symbols of a kernel that build.py looks up: a plain call, and the size of its parameter struct.
 #pragma once
 
 #include "fibres.h"
@@ -6,7 +6,7 @@
 namespace cuda_on_host {
 
 template <class Params>
-Params parameter_of(void (*kernel)(Params));  // declared only, to name the struct in decltype
+Params parameter_of(void (*kernel)(Params));  // only declared, to name the struct in decltype
 
 }  // namespace cuda_on_host
 

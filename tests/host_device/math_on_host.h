@@ -1,7 +1,7 @@
-// CUDA's mathematics on the host: C's functions, with CUDA's overloads for float in the global namespace.
+// CUDA's math functions on the host: the C functions, with CUDA's overloads for float in the global namespace.
 //
-// Without them `exp(x)` of a float would be computed in double here and in float on a GPU.  The last
-// bits differ from CUDA's all the same: another library computes them.
+// Without these overloads, `exp(x)` of a float would be computed in double here and in float on a GPU.  The last bits
+// may still differ from CUDA's, because another library computes them.
 #pragma once
 
 #include <math.h>
@@ -45,7 +45,7 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 
-// Of two floating-point numbers CUDA's min and max return the one that is not NaN.
+// For two floating-point numbers, CUDA's min and max return the one that is not NaN.
 template <class T>
 inline T min(T a, T b) { return b < a ? b : a; }
 template <class T>
@@ -55,7 +55,7 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-// Intrinsics.  The fast ones are as exact here as the others.
+// Intrinsics.  The fast variants are as accurate here as the others.
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }

@@ -5,12 +5,12 @@
 =======  ====================================================================================================
 asan     accesses outside shared, local and global arrays, at the kernel's line
 ubsan    misaligned vector accesses, signed overflow, shifts, indices outside arrays of known size
-tsan     data races within a block and between blocks; it remembers some thousand threads, so grids must be small
+tsan     data races within a block and between blocks; it only tracks some thousand threads, so grids must be small
 =======  ====================================================================================================
 
-Without arguments all tests marked `host_device` run; under tsan, which takes seconds for what takes
-milliseconds elsewhere, those of small grids.  asan and ubsan stop at the first finding, tsan reports
-all and makes the exit status nonzero.  Only the kernels are instrumented, not Python or NumPy.
+Without arguments, all tests marked `host_device` run.  Under tsan only those with small grids run, because tsan
+turns milliseconds into seconds.  asan and ubsan stop at the first finding.  tsan reports all findings and returns a
+nonzero exit status.  Only the kernels are instrumented, not Python or NumPy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 
 from . import build
 
-#: The library that has to be loaded before Python, and what it is to do.
+#: The library to load before Python, and its options.
 RUNTIMES = {
     "asan": ("libasan.so", {"ASAN_OPTIONS": "detect_leaks=0"}),
     "ubsan": ("libubsan.so", {"UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}),
     "tsan": ("libtsan.so", {"TSAN_OPTIONS": "exitcode=66:halt_on_error=0", "OPENBLAS_NUM_THREADS": "1"}),
 }
 
-#: Reports go to file descriptor 2, which pytest must not swallow: a process that halts never shows it.
+#: Reports go to file descriptor 2, which pytest must not capture: a halting process would never print them.
 PYTEST = [sys.executable, "-m", "pytest", "--capture=sys"]
 
 
 def environment(mode: str) -> dict[str, str]:
-    """The variables under which Python can load kernels compiled with this sanitizer."""
+    """Return the environment variables with which Python can load kernels compiled with this sanitizer."""
     name, options = RUNTIMES[mode]
     command = [*build.compiler(), f"-print-file-name={name}"]
     library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -46,12 +46,12 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def launcher(mode: str) -> list[str]:
-    """What to put before a command: tsan's shadow memory needs its addresses free, so no randomisation."""
+    """Return the prefix of a command: no address randomization, because tsan's shadow memory needs fixed addresses."""
     return ["setarch", platform.machine(), "-R"] if mode == "tsan" and shutil.which("setarch") else []
 
 
 def check_finding(mode: str, program: str, name: str, arguments: dict[str, object], finding: str | None) -> None:
-    """A program of Python, given the name of a kernel and arguments, runs to its end, or the sanitizer finds something."""
+    """Check that a Python program with a kernel's name and arguments passes, or that the sanitizer finds `finding`."""
     command = [*launcher(mode), sys.executable, "-c", program, name, repr(arguments)]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, check=False, env=environment(mode), cwd=root, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def check_finding(mode: str, program: str, name: str, arguments: dict[str, objec
         assert finding in result.stderr and f"{name}.cu:" in result.stderr, result.stderr
 
 
-#: What runs where no tests are named.
+#: Tests to run if none are named.
 TESTS = {
     "asan": ["tests", "-m", "host_device"],
     "ubsan": ["tests", "-m", "host_device"],

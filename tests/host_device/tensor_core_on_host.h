@@ -1,13 +1,13 @@
-// Asynchronous copies and tensor cores as ordinary C++: the functions of kernels/tensor_core.cuh, which includes
-// this file where CUPYCONV_HOST is defined and draws the fragments that are computed with here.
+// Asynchronous copies and tensor cores as ordinary C++.  These are the functions of kernels/tensor_core.cuh, which
+// includes this file if CUPYCONV_HOST is defined, and which draws the fragments that are used here.
 //
-//     copies      are as late as they may be: a copy is performed when its thread waits for it, until then its
-//                 destination holds 0xff.  One that is never waited for is an error at the thread's end.
-//     fragments   as in the PTX ISA.  Products are exact; those of one element are summed in double, added to the
-//                 sum and rounded to float once (hardware leaves order and rounding open).  Doubles: fma, k ascending.
+//     copies      are as late as possible: a copy is performed when its thread waits for it.  Until then its
+//                 destination holds 0xff.  A copy that is never waited for is an error when its thread exits.
+//     fragments   as in the PTX ISA.  Products are exact.  Products of one element are summed in double, added to the
+//                 sum and rounded to float once (hardware does not define order and rounding).  Doubles: fma, k ascending.
 //
-// Memory is read and written here, in code that sanitizers instrument, and by the thread that CUDA would have do it;
-// the exchange between lanes happens in registers, and race detectors are kept from it as in cuda_on_host.h.
+// Code that sanitizers instrument reads and writes memory here, in the same thread as in CUDA.  The exchange between
+// lanes happens in registers and is hidden from race detectors, as in cuda_on_host.h.
 #pragma once
 
 #include "fibres.h"
@@ -15,13 +15,13 @@
 
 namespace cuda_on_host {
 
-// As a default argument: where the function is called that has it.  (A macro for the whole function, as for shuffles,
-// could not be qualified by a namespace.)
+// As a default argument, this is the place of the call to the function that has it.  (A macro for the whole function,
+// as for shuffles, could not be qualified by a namespace.)
 constexpr Site caller(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 
 // ---- asynchronous copies --------------------------------------------------------------------------------
 
-// 4-byte words, the unit in which copies are made here.
+// Fills 4-byte words, the unit of copies here.
 inline void fill_words(void* to, int bytes, unsigned value) {
     for (int i = 0; i < bytes / 4; ++i) static_cast<unsigned*>(to)[i] = value;
 }
@@ -32,7 +32,7 @@ inline void perform_copy(const PendingCopy& copy) {
         static_cast<unsigned*>(copy.shared)[i] = static_cast<const unsigned*>(copy.global)[i];
 }
 
-// ---- what lanes exchange --------------------------------------------------------------------------------
+// ---- data that lanes exchange ---------------------------------------------------------------------------
 
 struct MatrixRows {
     const unsigned short* of_lane[lanes_per_warp];
@@ -53,7 +53,7 @@ inline MatrixRows exchange_rows(const void* row, Site site) {
     return rows;
 }
 
-// How many elements a register of an operand holds, and their values.
+// The number of elements in a register of an operand, and their values.
 template <class T>
 struct Operand;
 
@@ -122,7 +122,7 @@ __attribute__((no_sanitize("thread"))) inline void evaluate_multiply_add_doubles
 
 }  // namespace cuda_on_host
 
-// ---- what kernels call ----------------------------------------------------------------------------------
+// ---- functions that kernels call ------------------------------------------------------------------------
 
 namespace cupyconv {
 
@@ -131,7 +131,7 @@ void copy_async(void* shared, const void* global, bool valid, cuda_on_host::Site
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
     static_assert(THROUGH_L1 || BYTES == 16, "cp.async.cg copies 16 bytes");
     cuda_on_host::issue_copy({shared, global, BYTES, valid, site});
-    // The source is read now already, for nothing: a sanitizer shall object here, not where the kernel waits.
+    // The source is already read here, and the values discarded, so that a sanitizer reports this place, not the wait.
     for (int i = 0; valid && i < BYTES / 4; ++i) static_cast<void>(static_cast<const volatile unsigned*>(global)[i]);
     cuda_on_host::fill_words(shared, BYTES, 0xffffffffu);
 }
@@ -167,7 +167,7 @@ inline void load_matrices_transposed(
 
 inline unsigned round_to_tf32(unsigned bits) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffffffu;
-    return (bits + 0x1000u) & ~0x1fffu;  // of infinity too: what is added is cut off again
+    return (bits + 0x1000u) & ~0x1fffu;  // also for infinity: the added bit is cut off again
 }
 
 template <class T>

@@ -1,6 +1,6 @@
-"""Decisions for CUDA: which method, which launches, how much workspace, and why.
+"""Planning for CUDA: which method, which launches, how much workspace, and why.
 
-Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
+The planners map sizes and strides to a printable `Plan`.  They touch no array and need no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cupyconv.problem import passes, problems
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
 
-#: What plans each kind of problem.
+#: Problem class -> its planner.
 PLANNERS: dict[type[problems.Problem], Callable[[Any], Plan]] = {
     problems.ConvProblem: plan_conv,
     problems.ChainProblem: plan_chain,
@@ -43,6 +43,6 @@ PLANNERS: dict[type[problems.Problem], Callable[[Any], Plan]] = {
 
 
 def plan(problem: problems.Problem) -> Plan:
-    """How a problem runs on ``problem.machine``; ValueError where a named method does not apply."""
+    """Plan a problem for ``problem.machine``; raise ValueError if the method asked for does not apply."""
     check_alignment(problem.arrays)
     return PLANNERS[type(problem)](problem)

@@ -1,4 +1,4 @@
-"""What products are computed with on a GPU: its CUDA cores or its tensor cores, and which numbers these take for a dtype."""
+"""The arithmetics of products on a GPU: CUDA cores, or tensor cores in a number format that depends on the dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cupyconv.problem.machine import GpuModel
 
 #: Oldest architecture with matrix instructions for a dtype.
 FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80, "complex64": 80}
-#: Arithmetic, or the one dtype that has its own -> what `explain` calls it.
+#: Arithmetic -> its name in `explain`; complex64 has a name of its own.
 WORDS = {
     "FMA": "CUDA cores",
     "MMA": "tensor cores",
@@ -17,13 +17,13 @@ WORDS = {
 
 
 def arithmetics(dtype: str, gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
-    """What the products of a dtype may be computed with on a GPU; names as in kernels/warp_tile.cuh."""
+    """Return the arithmetics that the GPU has for products of a dtype, named as in kernels/warp_tile.cuh."""
     if dtype == "float32" and gpu.capability >= FIRST_MMA[dtype]:
         return ("TF32",) if allow_tf32 else ("FMA", "TF32X3")
     if dtype == "float64" and gpu.capability >= FIRST_MMA[dtype]:
         return ("FMA", "MMA")
     if dtype in ("float32", "float64"):
         return ("FMA",)
-    if dtype == "complex64":  # always: in TF32 alone the additions would take longer than the products
+    if dtype == "complex64":  # always: with TF32 alone, its additions would dominate
         return ("TF32X3",) if gpu.capability >= FIRST_MMA[dtype] else ()
     return ("MMA",) if dtype in FIRST_MMA and gpu.capability >= FIRST_MMA[dtype] else ()

@@ -1,4 +1,4 @@
-"""Which layers of a chain share a kernel on a GPU: all neighbouring pairs are drafted, the best pairing runs.
+"""Choose which layers of a chain share a kernel on a GPU: draft all pairs of neighbours, and run the best pairing.
 
 ::
 
@@ -6,8 +6,8 @@
     x --[ 0 ------------- 1 ]----- layer[1] --[ 2 ]-- out         a pair and a single layer: one image
     x --[ 0 ]-- layer[0] --[ 1 ------------- 2 ]----- out
 
-A pairing covers every layer once, by itself or with a neighbour; the cheapest is found layer by layer, from
-those of the layers before.  An intermediate image is workspace where it is stored, and only there.
+A pairing contains every layer once, alone or with a neighbour.  The cheapest pairing is found layer by layer, from the
+cheapest pairings of the layers before.  An intermediate image needs workspace only if it is stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layers = tuple[ConvProblem, ...]
 
 
 def plan_chain(problem: ChainProblem) -> Plan:
-    """The plan of a chain; ValueError where ``fuse=True`` and no two layers can share a kernel."""
+    """Plan a chain; raise ValueError if ``fuse=True`` and no two layers can share a kernel."""
     gpu = problem.gpu
     layers, conversions = _converted(problem)
     limit = problem.sharing_with(conversions).limit
@@ -50,7 +50,7 @@ def plan_chain(problem: ChainProblem) -> Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers ``first`` ... ``first + count - 1``, drafted: one layer, or two in one kernel."""
+    """The draft of layers ``first`` ... ``first + count - 1``: one layer, or two in one kernel."""
 
     first: int
     count: int
@@ -68,7 +68,7 @@ class _Part:
 
 
 class _Comparison:
-    """Every layer and every neighbouring pair, drafted and costed."""
+    """The drafts of every layer and every pair of neighbours, compared by the cost model."""
 
     def __init__(self, layers: Layers, gpu: GpuModel) -> None:
         self.gpu = gpu
@@ -86,11 +86,11 @@ class _Comparison:
         return part.draft.cost(self.gpu).seconds
 
     def best(self, fuse: str | bool) -> tuple[_Part, ...]:
-        """The cheapest pairing; where `fuse` is True, of those with the most pairs."""
+        """Return the cheapest pairing; if `fuse` is True, the cheapest of those with the most pairs."""
         if fuse is True and not self.pairs:
             reasons = "; ".join(f"layers {i} and {i + 1}: {reason}" for i, reason in self.refusals.items())
             raise ValueError(f"fuse=True does not apply: {reasons or 'a single layer has no neighbour'}")
-        #: Of the first so many layers: (layers not in a pair, seconds, parts).
+        #: Entry i is for the first i layers: (layers not in a pair, seconds, parts).
         best: list[tuple[int, float, tuple[_Part, ...]]] = [(0, 0.0, ())]
         for i, single in enumerate(self.single):
             ways = [(best[i], single, 1)]
@@ -108,7 +108,7 @@ class _Comparison:
         return best[-1][2]
 
     def rejected(self, parts: Sequence[_Part], fuse: str | bool) -> tuple[tuple[str, str], ...]:
-        """The other side of every decision: pairs that were not taken, layers that were not run by themselves."""
+        """Return the rejected alternatives with reasons: pairs that were not chosen, and layers that run in a pair."""
         taken = {part.first for part in parts if part.count == 2}
         entries: list[tuple[str, str]] = []
         for i in range(len(self.layers) - 1):
@@ -129,7 +129,7 @@ class _Comparison:
 
 
 def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
-    """Layers in the dtypes computed with, but for intermediate images; what must be converted before for that."""
+    """Return the layers in the dtypes that they compute in, except for intermediate images, and the conversions."""
     layers: list[ConvProblem] = []
     conversions: list[Conversion] = []
     for i, layer in enumerate(map(without_empty_inputs, problem.layers)):
@@ -140,7 +140,7 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
 
 
 def _draft_layer(layer: ConvProblem) -> Draft:
-    """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
+    """Draft one layer by its best method; widen its input first if that is an intermediate image in another dtype."""
     (x, *others) = layer.xs
     if others or x.dtype == layer.x_dtype:
         return choose(layer, draft_conv)[0]
@@ -155,7 +155,7 @@ def _draft_layer(layer: ConvProblem) -> Draft:
 
 
 def _widening(x: Operand, wide: Operand) -> KernelLaunch:
-    """All numbers of an image in a wider dtype: both lie in memory without gaps, so that their order is nothing to it."""
+    """Return the launch that widens an image; both images are contiguous, so that their order does not matter."""
     dtype, target = real_part(x.dtype), real_part(wide.dtype)
     line = as_line(Operand(wide.name, target, (x.nbytes // ITEMSIZE[dtype],), (1,)))
     launch = epilogue_launch(line, Sums(Address(x.name), dtype, (0, 0, 1)))
@@ -163,7 +163,7 @@ def _widening(x: Operand, wide: Operand) -> KernelLaunch:
 
 
 def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
-    """The parts in turn, for as many samples at a time as leave the layers half of the workspace."""
+    """Join the parts, for as many samples at a time as leave half of the workspace limit to the layers."""
     stored = [part.last for part in parts[:-1]]
     batch = layers[0].geometry.batch
     size = sum(_slot_bytes(layers, stored)) + _widened_bytes(layers)
@@ -171,12 +171,12 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     chunk = even_part(batch, most)
     most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
     sizes = _slot_bytes(most_samples, stored)
-    # The last chunk too, which may have fewer samples, finds memory for the most.
+    # The last chunk may have fewer samples, but uses the same memory.
     left = max(0, limit - sum(Buffer("", nbytes).space for nbytes in sizes))
     whole, rest = divmod(batch, chunk)
 
     def every_chunk(room: int) -> Draft:
-        """One that begins elsewhere may be done in another way, and need more of one buffer, and less of another."""
+        """Draft every chunk: a chunk with another start may choose other methods, which need other buffer sizes."""
         drafts: list[Draft] = []
 
         def steps_of(first: int, count: int) -> Sequence[Step]:
@@ -194,7 +194,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         return draft_pair(some[part.first], some[part.last]) if part.count == 2 else _draft_layer(some[part.first])
 
     joined = within(left, every_chunk)
-    # Two images are alive at a time: every other one lies where the one before the last did.
+    # Only two images are in use at a time: each one overwrites the last but one.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
@@ -222,19 +222,19 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
 
 
 def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
-    """Bytes of the memory, at most two pieces, that the stored images take turns in."""
+    """Return the bytes of the buffers, at most two, in which the images are stored alternately."""
     sizes = [layers[i].out.nbytes for i in stored]
     return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
 
 
 def _widened_bytes(layers: Layers) -> int:
-    """Bytes of the largest image between layers that is widened before one that computes in another dtype."""
+    """Return the bytes of the largest widened image, for layers that compute in another dtype than their input."""
     inputs = ((layer.xs[0], layer.x_dtype) for layer in layers[1:])
     return max((replace(x, dtype=dtype).nbytes for x, dtype in inputs if x.dtype != dtype), default=0)
 
 
 def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:
-    """The layer for some of the samples; intermediate images are as many as these."""
+    """Return the layer for some of the samples; intermediate images have only these samples."""
     if (first, count) == (0, layer.geometry.batch):
         return layer
 

@@ -1,7 +1,7 @@
-"""A pass before a product: images into workspace with the channels of a pixel side by side, as one image.
+"""A pass before a product: copy all images into one channels-last image in workspace.
 
-A kernel that copies 16 bytes of neighbouring channels at a time then reads them, where it would gather element by element;
-a prologue is done on the way.  What that is worth, the cost model says.
+The kernel after it can then copy 16 bytes of neighbouring channels at a time instead of gathering element by element.
+The pass also applies a prologue.  The cost model decides whether the pass is worth its time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
 
-#: Threads that store the channels of one pixel, at the most; pixels that one of them stores of a tile.
+#: Maximum number of threads that store the channels of one pixel; vectors of channels times vectors of pixels per tile.
 CHANNEL_LANES, TILE_VECTORS = 8, 64
-#: Threads of a block: each moves a vector of a tile, or two.
+#: Threads per block; each moves one or two vectors of a tile.
 THREADS = 256
 
 
 @dataclass(frozen=True)
 class MovedImage:
-    """The moved image, the launch before it is read, and where it is kept."""
+    """The moved image, the launch that writes it, and its buffer."""
 
     image: Operand
     launch: KernelLaunch
@@ -44,14 +44,14 @@ class MovedImage:
 
     @property
     def with_zeros(self) -> Operand:
-        """The image with the zeros behind the channels of a pixel, which make these whole vectors."""
+        """The image including the zeros that pad the channels of a pixel to whole vectors."""
         batch, _, *size = self.image.shape
         return replace(self.image, shape=(batch, self.image.strides[4], *size))
 
 
 @dataclass(frozen=True)
 class Moved:
-    """The convolution of the moved image, the launch before it, and where the image is kept."""
+    """The convolution of the moved image, the launch that writes the image, and its buffer."""
 
     problem: ConvProblem
     launch: KernelLaunch
@@ -59,7 +59,7 @@ class Moved:
 
 
 def channels_last(problem: ConvProblem) -> Moved:
-    """The problem with its inputs moved, or raise `NotApplicable`."""
+    """Return the problem with its inputs moved, or raise `NotApplicable`."""
     geometry, vector = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if vector < 4:
         raise NotApplicable("a chunk of 16 bytes is hardly more than an element")
@@ -75,7 +75,7 @@ def channels_last(problem: ConvProblem) -> Moved:
 def moved_image(
     name: str, xs: Sequence[Operand], limit: int, gpu: GpuModel, prologue: Prologue = NO_PROLOGUE
 ) -> MovedImage:
-    """The concatenation of images in a buffer of this name, or raise `NotApplicable`."""
+    """Return the channels-last concatenation of images, in a buffer of this name, or raise `NotApplicable`."""
     dtype, itemsize, batch, size = xs[0].dtype, xs[0].itemsize, xs[0].shape[0], xs[0].shape[2:]
     vector, pixels, channels = VECTOR_BYTES // itemsize, xs[0].pixels, sum(x.shape[1] for x in xs)
     if not batch * pixels * channels:

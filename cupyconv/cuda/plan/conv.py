@@ -1,7 +1,7 @@
-"""The choice of a convolution's method on a GPU: every applicable one is drafted, the cost model picks.
+"""Choose the method of a convolution on a GPU: draft every applicable method, and let the cost model pick one.
 
-"direct" is whichever kernel without columns fits.  "gemm" is columns (or the inputs themselves) and batched GEMM,
-"implicit_gemm" one kernel whose columns are only ever tiles in shared memory; "fft" is products of spectra.
+"direct" is one of the kernels that need no columns.  "gemm" is a batched GEMM on columns, or on the inputs themselves.
+"implicit_gemm" is one kernel that stores columns only as tiles in shared memory.  "fft" multiplies spectra.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from cupyconv.problem.problems import (
 )
 from cupyconv.problem.recurrence import RecurrentProblem
 
-#: One kind of problem that has methods to choose from.
+#: A class of problem that has several methods.
 ChoiceT = TypeVar("ChoiceT", ConvProblem, TransposedProblem, WeightGradientProblem, RecurrentProblem)
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Plan a convolution by ``problem.method``; raise ValueError if the method asked for does not apply."""
     problem = without_empty_inputs(problem)
     problem, conversions = converted_conv(problem)
     return plan_chosen(problem, draft_conv, conversions, access_notes((*problem.xs, problem.out)))
 
 
 def converted_conv(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
-    """The convolution in the dtypes computed with, and what must be converted for that."""
+    """Return the convolution in the dtypes that it is computed in, and the conversions that this requires."""
     x, out = problem.x_dtype, problem.out.dtype
-    if problem.weight.dtype != problem.weight_dtype:  # what is converted is another array in each call
+    if problem.weight.dtype != problem.weight_dtype:  # the converted array is a new one in every call
         problem = replace(problem, weight_is_constant=False)
     return converted(problem, xs=x, weight=problem.weight_dtype, bias=out, residual=out, prologue=x)
 
@@ -58,7 +58,7 @@ def plan_chosen(
     notes: tuple[str, ...] = (),
     methods: Sequence[str] | None = None,
 ) -> Plan:
-    """The plan by the method that `choose` takes; `notes` are added to the problem's own."""
+    """Return the plan for the method that `choose` picks; `notes` are appended to the notes of the problem."""
     chosen, rejected = choose(problem, draft_of, methods)
     return chosen.plan(problem, rejected, conversions, problem.notes + notes)
 
@@ -66,7 +66,7 @@ def plan_chosen(
 def choose(
     problem: ChoiceT, draft_of: Callable[[str, ChoiceT], Draft], methods: Sequence[str] | None = None
 ) -> tuple[Draft, tuple[tuple[str, str], ...]]:
-    """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
+    """Return the draft of the method asked for, or the cheapest for "auto", and why each other method was rejected."""
     asked, gpu, methods = problem.method, problem.gpu, methods or METHODS
     if asked != "auto":
         others = tuple((method, f"method={asked!r} was asked for") for method in methods if method != asked)
@@ -88,7 +88,7 @@ def _why_not(draft: Draft, gpu: GpuModel) -> str:
 
 
 def draft_conv(method: str, problem: ConvProblem) -> Draft:
-    """A convolution by one method, or NotApplicable."""
+    """Draft a convolution by one method, or raise `NotApplicable`."""
     if 0 in (problem.geometry.batch, problem.geometry.out_channels, problem.geometry.pixels):
         return Draft(method, (), reason="the result is empty")
     if problem.geometry.reduction == 0:
@@ -103,7 +103,7 @@ _METHODS = {"direct": draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_i
 
 
 def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:
-    """What keeps an image off the fast path."""
+    """Return notes for `explain` that say why an image is not on the fast path."""
     notes = []
     for operand in images:
         if operand.pixels > 1 and operand.pixel_stride is None:

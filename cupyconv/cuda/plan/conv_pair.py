@@ -1,15 +1,15 @@
-"""Two convolutions in one kernel, the image between them in shared memory.
+"""Two convolutions in one kernel, with the image between them in shared memory.
 
-A block of threads makes a tile of the result, and of the image between what the tile's windows reach:
+A block computes one tile of the result, and all pixels of the middle image that the windows of this tile read.
 
 ::
 
-    recomputation   pixels of the image between that all tiles make, over those that it has: ((T + k - 1) / T)^2
-    saved           the image between is neither written nor read
-    shared memory   both weights, the middle tile and that of x: all channels of what a dense layer reads, of what
-                    a depthwise layer reads a chunk at a time
+    recomputation   pixels of the middle image computed by all tiles over its size: ((T + k - 1) / T)^2
+    saved           the middle image is neither written to nor read from global memory
+    shared memory   both weights, the tile of the middle image and the tile of x.  The input tile of a dense layer has
+                    all channels; that of a depthwise layer has one chunk of channels at a time
 
-Every shape of tile that fits is drafted; the cost model picks, and picks between this and two kernels.
+The planner drafts every shape of tile that fits.  The cost model picks one, and decides between one kernel and two.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_PAIR_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Threads of a block; pixels of its tile of the result, and of the image between, at the most.
+#: Threads per block; maximum pixels of its tile of the result, and of the middle image.
 THREADS = 256
 PIXELS, MIDDLE_PIXELS = 256, 384
-#: Bytes of a pixel's channels in a tile, and from one pixel to the next (WindowTile of kernels/window_tile.cuh).
+#: Bytes of one pixel's channels in a tile, and pitch of the pixels (WindowTile of kernels/window_tile.cuh).
 CHUNK_BYTES, PITCH_BYTES = 64, 80
-#: Bytes of sums that a block has of a pixel at a time (OUTPUTS of kernels/conv_pair.cu).
+#: Bytes of sums per pixel that a block computes at a time (OUTPUTS of kernels/conv_pair.cu).
 OUTPUTS_BYTES = 128
-#: Bytes of shared memory that hold the tables; rows of sums that are finished at once, and their pitch.
+#: Bytes of shared memory for the tables; rows of sums that the epilogue finishes at a time, and their pitch.
 TABLES = 8240
 PART, EPILOGUE_PITCH = 16, PIXELS + 8
 #: Oldest architecture that has the instructions for a dtype.
 FIRST_PAIR = {"float16": 75, "bfloat16": 80, "float32": 75, "float64": 75}
-#: Bytes that memory is read in.
+#: Bytes of a memory sector, the unit of a read.
 SECTOR_BYTES = 32
-#: Ways to cut an axis that are tried: into so many parts at the most, by powers of two beyond.
+#: An axis is cut into any number of parts below this one, or into a power of two from it on.
 SMALL_CUTS = 8
 
 
 def draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
-    """One launch that does both layers, or `NotApplicable` with the reason.
+    """Draft one launch that computes both layers, or raise `NotApplicable` with the reason.
 
-    ``second.xs`` is ``(first.out,)`` but for its dtype, which is that of `second`'s arithmetic; this image has
-    no memory.  All dtypes are converted, inputs of no channels left out.  The draft's reason states what the decision
-    rests on: tile, shared memory, registers, occupancy, recomputation.
+    ``second.xs`` is ``(first.out,)`` except for the dtype, which is that of the arithmetic of `second`.  This image has
+    no memory.  All dtypes are converted already, and inputs without channels are removed.  The reason of the draft
+    states the facts behind the decision: tile, shared memory, registers, occupancy, recomputation.
     """
     return cheapest(drafts_of(first, second), first.gpu)
 
 
 def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
-    """One for every tile that fits, at least one; or `NotApplicable`."""
+    """Return one draft for every tile that fits, at least one, or raise `NotApplicable`."""
     gpu = first.gpu
     _check(first, second, gpu)
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
@@ -80,7 +80,7 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
             for tile, rows in product(_tiles(second.geometry.out_size), _rows(second))
             if (draft := _draft(first, second, tile, rows, arithmetic, gpu))
         ]
-        if drafts:  # to draft all tiles once more, for slower products, would take as long again
+        if drafts:  # drafting all tiles for slower products too would take twice as long
             return drafts
     raise NotApplicable(
         f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
@@ -88,14 +88,14 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
 
 
 def layer_kind(geometry: ConvGeometry) -> str:
-    """What conv_pair.cu is compiled for: DENSE or DEPTHWISE, or neither."""
+    """Return the kind that conv_pair.cu is compiled for, DENSE or DEPTHWISE, or an empty string for neither."""
     if geometry.groups == 1:
         return "DENSE"
     return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else ""
 
 
 def pair_arithmetics(dtype: str, kinds: tuple[str, str], gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
-    """What the products of dense layers may be computed with, the fastest first; names as in kernels/tensor_core.cuh."""
+    """Return the arithmetics for dense layers, the fastest first, named as in kernels/tensor_core.cuh."""
     if ITEMSIZE[dtype] == 2:
         return ("MMA",)
     if dtype == "float64" or "DENSE" not in kinds:
@@ -136,20 +136,20 @@ def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
 
 
 def _tiles(size: Triple) -> Iterator[Triple]:
-    """Shapes of at most `PIXELS` pixels: axes cut evenly, and of one width the highest and half of that."""
+    """Yield all tile shapes of at most `PIXELS` pixels that cut the axes evenly."""
     for width, depth in product(_cuts(size[2]), _cuts(size[0])):
         heights = [height for height in _cuts(size[1]) if depth * height * width <= PIXELS]
         yield from ((depth, height, width) for height in heights)
 
 
 def _cuts(extent: int) -> tuple[int, ...]:
-    """Lengths of the parts that an axis may be cut into, the longest first."""
+    """Return the lengths of the parts that an axis may be cut into, the longest first."""
     parts = [*range(1, SMALL_CUTS), *(1 << i for i in range(3, extent.bit_length() + 1))]
     return tuple(dict.fromkeys(-(-extent // count) for count in parts if -(-extent // count) <= PIXELS))
 
 
 def _rows(second: ConvProblem) -> Iterator[int]:
-    """Outputs that a block may take: all, or where blocks share a tile's outputs half of them and so on."""
+    """Yield the outputs per block to try: all, and for a dense second layer also a half, a quarter, and so on."""
     outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(second.out.dtype)]
     tiles = -(-second.geometry.out_channels // outputs)
     most = 0 if layer_kind(second.geometry) == "DEPTHWISE" else (tiles - 1).bit_length()
@@ -159,7 +159,7 @@ def _rows(second: ConvProblem) -> Iterator[int]:
 def _draft(
     first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, arithmetic: str, gpu: GpuModel
 ) -> Draft | None:
-    """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
+    """Draft the pair with this tile shape and `rows` outputs per block, or return None if they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     middle_tile = _reached(second.geometry, tile)
@@ -212,7 +212,7 @@ def _draft(
         bytes_moved=bytes_of(first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
-    # Each block's weights once, and for every tile x's; a tile of y is written by one of them.
+    # Each block reads its weights once, and x for every tile; one block writes a tile of y.
     weights = launch.blocks * first.weight.nbytes + launch.grid[0] * second.weight.nbytes
     launch = replace(launch, l2_bytes=weights + blocks * columns * x_pixels * first.geometry.in_channels * itemsize)
     shapes = tile, middle_tile, x_tile
@@ -236,16 +236,15 @@ def _seconds(
     *,
     alone: bool,
 ) -> float:
-    """Whole rounds of whole tiles, with all that is computed twice or for nothing.
+    """Return the estimated time of whole rounds of whole tiles, including repeated and wasted work.
 
-    `shapes` are those of the result's tile, the middle's and x's.
-
-    A block loads and computes in turn; others of its multiprocessor fill the gaps, unless it is `alone` there.
+    `shapes` are the tiles of the result, the middle image and x.  A block loads and computes alternately.  Other blocks
+    of the multiprocessor fill the gaps, unless it is `alone` there.
     """
     gpu, dtype, itemsize = first.gpu, second.out.dtype, second.out.itemsize
     tile, middle_tile, x_tile = shapes
     cores, dense = cost.core_rate(dtype, gpu), cost.product_rate(arithmetic, dtype, gpu)
-    # Channels, outputs and pixels that are computed together.
+    # Granularity of channels, outputs and pixels.
     k_step, rows, group = (16 // itemsize, 64 // itemsize, 64) if arithmetic == "FMA" else (32 // itemsize, 16, 128)
     blocks, columns, _ = launch.grid
     tiles = second.geometry.batch * prod(-(-size // part) for size, part in zip(second.geometry.out_size, tile))
@@ -266,7 +265,7 @@ def _seconds(
             per_tile += 2 * pixels * its_outputs * taps / (cores * cost.PAIR["DEPTHWISE"])
             weights += its_outputs * taps
     rounds = -(-tiles // blocks)
-    fullest = -(-blocks * columns // gpu.multiprocessors)  # blocks of the multiprocessor that has the most
+    fullest = -(-blocks * columns // gpu.multiprocessors)  # blocks of the fullest multiprocessor
     busy = fullest * gpu.multiprocessors / (blocks * columns)
     seconds = busy * blocks * (rounds * per_tile + weights * 2 * cost.PAIR_WEIGHT_LOAD / gpu.fp32)
     read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * prod(x_tile[:2])) * tiles
@@ -275,12 +274,12 @@ def _seconds(
 
 
 def _whole(count: int, piece: int) -> int:
-    """`count` rounded up to a multiple of `piece`."""
+    """Return `count` rounded up to a multiple of `piece`."""
     return -(-count // piece) * piece
 
 
 def _reached(geometry: ConvGeometry, tile: Triple) -> Triple:
-    """Extent of all windows of a tile."""
+    """Return the size of the region that the windows of a tile read."""
     depth, height, width = (
         (extent - 1) * stride + span for extent, stride, span in zip(tile, geometry.stride, geometry.span)
     )
@@ -296,7 +295,7 @@ def shared_bytes(
     output_tiles: int,
     pixels: tuple[int, int],
 ) -> int:
-    """The end of `SharedLayout` of kernels/conv_pair.cu; taps are the layers', chunks and pixels those of x and z."""
+    """Return the size of `SharedLayout` in kernels/conv_pair.cu; taps are per layer, chunks and pixels of x and z."""
     (first, second), (x_chunks, middle_chunks), (x_pixels, middle_pixels) = kinds, chunks, pixels
     chunk, sums = CHUNK_BYTES // ITEMSIZE[dtype], ITEMSIZE[accumulator(dtype)]
     first_weight = taps[0] * tap_bytes(dtype, arithmetic, first, chunk) * middle_chunks
@@ -311,7 +310,7 @@ def shared_bytes(
 
 
 def tap_bytes(dtype: str, arithmetic: str, kind: str, rows: int) -> int:
-    """A tap's weight of one chunk of channels in shared memory."""
+    """Return the bytes of the weight of one tap and one chunk of channels in shared memory."""
     if kind == "DEPTHWISE":
         return CHUNK_BYTES // ITEMSIZE[dtype] * ITEMSIZE[accumulator(dtype)]
     return rows * (CHUNK_BYTES if arithmetic == "FMA" else PITCH_BYTES)
@@ -323,7 +322,7 @@ def _layer_params(layer: ConvProblem) -> tuple[object, ...]:
 
 
 def _is_vectorized(xs: Iterable[Operand]) -> bool:
-    """Whether 16 bytes of channels may be loaded at once, from every pixel of every input."""
+    """Return whether 16 bytes of channels can be loaded at once from every pixel of every input."""
     return all(
         x.stride_c == 1
         and x.alignment % VECTOR_BYTES == 0

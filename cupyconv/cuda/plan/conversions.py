@@ -1,4 +1,4 @@
-"""Arguments as kernels and products take them: in one dtype, aligned; and what has to be copied for that."""
+"""Convert arguments to the form that kernels and GEMMs need: one dtype, aligned elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ProblemT = TypeVar("ProblemT", bound=Problem)
 
 
 def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_it_lies: bool = True) -> Operand:
-    """The operand in `dtype`; in another one, or not `as_it_lies`, freshly allocated and noted in `conversions`."""
+    """Return the operand in `dtype`; a different dtype, or `as_it_lies` False, adds a copy to `conversions`."""
     if operand.dtype == dtype and as_it_lies:
         return operand
     fresh = operand.in_c_order(dtype)
@@ -23,7 +23,7 @@ def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_i
 
 
 def check_alignment(operands: Iterable[Operand | None]) -> None:
-    """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
+    """Raise ValueError for arrays that no GPU can load: elements that are not aligned to their own size."""
     for operand in operands:
         if operand is not None and operand.nbytes and operand.alignment < operand.itemsize:
             raise ValueError(
@@ -32,9 +32,9 @@ def check_alignment(operands: Iterable[Operand | None]) -> None:
 
 
 def converted(problem: ProblemT, **dtypes: str) -> tuple[ProblemT, tuple[Conversion, ...]]:
-    """The problem with fields in these dtypes, and the copies that takes, whose memory comes off its workspace.
+    """Return the problem with fields in these dtypes, and the copies, whose memory is taken from its workspace limit.
 
-    A bias has its elements side by side too: kernels step by no stride of it.
+    A bias is also made contiguous, because kernels read it without a stride.
     """
     conversions: list[Conversion] = []
 

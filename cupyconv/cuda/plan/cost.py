@@ -1,11 +1,11 @@
-"""The cost model: an unmeasured estimate of the seconds that a step takes on a GPU, to rank one draft against another.
+"""The cost model: an unmeasured estimate of the seconds that a step takes on a GPU, used to rank drafts.
 
-A step takes the longer of what its bytes and its arithmetic take, and a launch.  A kernel launch says itself what its
-arithmetic takes: whoever plans it knows its tiles, and works that out with the functions here.  Of a GEMM call, and of a
-transform, the sizes tell.
+The estimated time of a step is the larger of its memory and arithmetic times, plus one launch.  A kernel launch stores
+its own arithmetic time: the planner of the launch knows the tiles and computes the time with the functions of this
+file.  For GEMM calls and transforms, this file computes it from the sizes.
 
-The rates of a GPU are those of `machine`.  The constants are of this page alone, and **no GPU has measured them**: they are
-estimates from the kernels' inner loops, good for an order.
+The rates of a GPU come from `machine`.  The constants are defined only here, and **no GPU has measured them**: they are
+estimates from the kernels' inner loops, good enough to rank drafts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from cupyconv.problem.arrays import Operand
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import GemmCall, KernelLaunch, Step, Transform
 
-# Unmeasured: shares of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
+# Unmeasured: the share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and index
+# arithmetic.
 
 MERGE, DEPTHWISE, RECURRENT_GRADIENT = 0.6, 0.15, 0.3
-#: direct.cu, transposed.cu and weight_gradient.cu, which are for everything.
+#: direct.cu, transposed.cu and weight_gradient.cu, the general kernels.
 GENERAL = 0.06
-#: implicit_gemm.cu, by its tile: where a warp's part is smaller, it loads each fragment for fewer products.
+#: implicit_gemm.cu, by tile: a warp with a smaller part loads each fragment for fewer products.
 IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.85}
-#: What a warp of implicit_gemm.cu issues for a K-slab, by arithmetic, bytes of an element, gather and tile: counted in its
-#: machine code for sm_90, on the way that is nearly always taken; today's is within an eighth of it (tests/test_machine_code.py).
+#: Instructions that a warp of implicit_gemm.cu issues per K-slab, by arithmetic, bytes per element, gather and tile.
+#: They are counted in the machine code for sm_90, along the most frequent path; the present code is within an eighth of
+#: them (tests/test_machine_code.py).
 ISSUED = {
     ("MMA", 2, "ALONG_PIXELS"): {(64, 64): 303, (128, 128): 250},
     ("MMA", 2, "PIXEL_CHUNKS"): {(64, 64): 100, (128, 128): 134, (64, 256): 185, (128, 256): 180},
@@ -49,48 +51,49 @@ ISSUED = {
     ("FMA", 8, "PIXEL_CHUNKS"): {(64, 64): 353},
     ("FMA", 8, "ALONG_CHANNELS"): {(64, 64): 412},
 }
-#: implicit_weight_gradient.cu, by its tile.
+#: implicit_weight_gradient.cu, by tile.
 IMPLICIT_WEIGHT_GRADIENT = {(64, 128): 0.6, (128, 128): 0.7}
-#: conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
+#: conv_pair.cu, which loads its operands from shared memory, by the kind of layer.
 PAIR = {"DENSE": 0.5, "DEPTHWISE": 0.25}
-#: The recurrent kernels, by the samples of a thread.
+#: The recurrent kernels, by samples per thread.
 RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 
-#: What a warp of recurrent_gradient_persistent.cu issues for one gate of 8 units and another block's 8, by arithmetic and
-#: bytes of an element of the weight, counted as above.
+#: Instructions that a warp of recurrent_gradient_persistent.cu issues to multiply one gate of its block's 8 units for
+#: the 8 units of another block, by arithmetic and bytes per element of the weight, counted as above.
 GRADIENT_ISSUED = {("TF32X3", 2): 23, ("TF32X3", 4): 32, ("FMA", 2): 55, ("FMA", 4): 53, ("FMA", 8): 61}
 
-# Unmeasured: what lies beside the products.
+# Unmeasured: work in addition to the products.
 
-#: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
+#: Cost for conv_pair.cu to load one element of x into its tile, and one element of a weight, in multiply-adds.
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
-#: What it takes col2im.cu and transposed.cu to find which windows read an element, with divisions, in multiply-adds; and
-#: col2im.cu to read it once.
+#: Cost for col2im.cu and transposed.cu to find the windows that read an element, by divisions, and for col2im.cu to
+#: read one element of the columns, in multiply-adds.
 READERS_PLACE, COL2IM_READ = 600, 10
-#: finish_tiles.cu and tiles.cu: what it takes to find where an element lies, with divisions, in multiply-adds.
+#: Cost for finish_tiles.cu and tiles.cu to find the position of an element, by divisions, in multiply-adds.
 TILE_PLACE = 60
-#: cuFFT: the share of the memory's bandwidth that each axis of a transform reaches, where images lie one after the other and
-#: where they are interleaved.
+#: cuFFT: the share of the memory bandwidth that each axis of a transform reaches, for images stored one after the other
+#: and for interleaved images.
 TRANSFORM, INTERLEAVED_TRANSFORM = 0.4, 0.25
-#: How many times as long as that a convolution by transforms counts for: it is taken where it wins by far.
+#: Factor on the estimated time of a convolution by transforms: "auto" picks the method only if it wins by far.
 TRANSFORMS_DOUBT = 2
-#: How many times its even share of the memory's bandwidth a multiprocessor gets where others are idle.
+#: Memory bandwidth that one multiprocessor can use while others are idle, as a multiple of its even share.
 BANDWIDTH_PER_MULTIPROCESSOR = 4
-#: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
+#: L2 bandwidth as a multiple of the memory bandwidth.  Tiles read again from L2 what their neighbours have read.
 L2_SPEED = 2.5
-#: Bytes a second that L2 gives each multiprocessor while all of them ask: the order of what is published of sm_80 to
-#: sm_90.
+#: Bytes per second that each multiprocessor reads from L2 while all of them read: the order of magnitude of published
+#: figures for sm_80 to sm_90.
 L2_PER_MULTIPROCESSOR = 40e9
-#: Warps' instructions that a multiprocessor issues a clock; and the share of its clocks in which shared memory, from which
-#: several warps want different things, gives or takes a line of `SHARED_LINE` bytes.
+#: Warp instructions that a multiprocessor issues per clock, and the share of clocks in which shared memory reads or
+#: writes a line of `SHARED_LINE` bytes while several warps compete for it.
 ISSUED_PER_CLOCK, SHARED_MEMORY, SHARED_LINE = 4, 0.65, 128
-#: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
+#: Time of a barrier of all blocks: an atomic addition and a load, one after the other, both in L2.
 BARRIER_SECONDS = 1.5e-6
-#: What a repeated call takes the host, and beside that each kernel and each product or transform in it: by CuPy 14 on a driver that
-#: does nothing, on a server's processor (``python -m tests.fake_gpu tests/benchmarks/host_time.py``: 11 µs with one kernel, 17
-#: with a kernel and a product, 19 with one more kernel).  The driver's and cuBLAS's own time comes on top.
+#: Host time of a repeated call, and additional host time per kernel and per product or transform.  Measured with CuPy
+#: 14 on a driver that does nothing, on a server processor (``python -m tests.fake_gpu tests/benchmarks/host_time.py``:
+#: 11 µs with one kernel, 17 with a kernel and a product, 19 with one more kernel).  The time of the driver and of
+#: cuBLAS comes on top.
 HOST_CALL, HOST_KERNEL, HOST_PRODUCT = 9e-6, 2e-6, 6e-6
-#: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
+#: cuBLAS works in tiles of about this many rows and columns; the part of a tile outside the matrix is wasted.
 GEMM_TILE = 64
 
 
@@ -104,45 +107,46 @@ class Cost:
 
 
 def by_model(seconds: float) -> str:
-    """A time with the two digits that the model deserves."""
+    """Format a time with two significant digits, the accuracy of the model."""
     microseconds = float(f"{seconds * 1e6:.1e}")
     return f"{microseconds:,.{0 if microseconds >= 10 else 1}f} µs by an unmeasured model"
 
 
 def on_the_host(seconds: float) -> str:
-    """The host's time of a call, with as many digits."""
+    """Format the host time of a call, also with two significant digits."""
     return f"the host takes {float(f'{seconds * 1e6:.1e}'):,.0f} µs and the driver's time"
 
 
 def core_rate(dtype: str, gpu: GpuModel) -> float:
-    """Operations a second of CUDA cores that multiply and add numbers of a dtype, 16-bit ones in float32."""
+    """Operations per second of CUDA cores that multiply and add numbers of a dtype; 16-bit numbers count as float32."""
     return gpu.fp64 if dtype in ("float64", "complex128") else gpu.fp32
 
 
 def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
-    """Operations a second of products by an arithmetic of kernels/warp_tile.cuh."""
+    """Operations per second of an arithmetic of kernels/warp_tile.cuh."""
     if arithmetic == "FMA":
         return core_rate(dtype, gpu)
     if arithmetic == "MMA":
-        if dtype == "float64":  # for doubles there is mma.sync alone, and cuBLAS has no other
+        if dtype == "float64":  # cuBLAS uses mma.sync for doubles too: no `mma_share`
             return gpu.gemm_rate(dtype, "float64")
         return gpu.gemm_rate(dtype, "float32") * gpu.mma_share
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
 def priced(launch: KernelLaunch, rate: float, gpu: GpuModel, *, beside: float = 0) -> KernelLaunch:
-    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle.
+    """Return the launch with its arithmetic time at `rate` operations per second of the whole GPU.
 
-    Multiply-adds that it takes to find places come `beside`.
+    The time grows if there are fewer blocks than multiprocessors.  `beside` counts additional multiply-adds, such as
+    those that compute positions.
     """
     busy = min(1.0, launch.blocks / gpu.multiprocessors)
     return replace(launch, arithmetic_seconds=(launch.flops / rate + 2 * beside / gpu.fp32) / busy)
 
 
 def issue_rate(gpu: GpuModel) -> float:
-    """Instructions of warps a second.
+    """Warp instructions that the GPU issues per second.
 
-    As many threads as those have lanes that multiply and add float32, or, up to sm_80, half as many.
+    A multiprocessor issues for as many threads per clock as it has float32 lanes; up to sm_80, for twice as many.
     """
     return gpu.fp32 / 2 / WARP * (2 if gpu.capability <= 80 else 1)
 
@@ -157,10 +161,10 @@ def seconds_in_rounds(
     issued: float = 0,
     shared_lines: float = 0,
 ) -> float:
-    """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them.
+    """Estimated time of equal blocks in whole rounds: the time of the multiprocessor that has the most blocks.
 
-    A block takes the longest of its operations, of what it asks L2 for, of the instructions that its warps issue, and of
-    the lines that go to and from shared memory, where one takes a clock.
+    The time of a block is the longest of four times: its operations at `rate`, its bytes from L2, the instructions that
+    its warps issue, and the lines that it reads from and writes to shared memory.
     """
     rounds = -(-blocks // gpu.multiprocessors)
     operations = operations_per_block * gpu.multiprocessors / rate
@@ -170,17 +174,17 @@ def seconds_in_rounds(
 
 
 def shared_memory_seconds(lines: float, gpu: GpuModel) -> float:
-    """What lines to and from shared memory or the L1 cache take, evenly on all multiprocessors."""
+    """Time to move lines to and from shared memory or the L1 cache, spread evenly over all multiprocessors."""
     return lines / (issue_rate(gpu) / ISSUED_PER_CLOCK * SHARED_MEMORY)
 
 
 def lines_of(image: Operand, step: int = 1) -> int:
-    """Lines that a warp touches where its threads read every `step`-th neighbour along an image's rows."""
+    """Lines that a warp touches if its threads read every `step`-th pixel along the rows of an image."""
     return max(1, min(WARP, WARP * abs(image.strides[4]) * step * image.itemsize // SHARED_LINE))
 
 
 def memory_seconds(step: Step, gpu: GpuModel) -> float:
-    """What the bytes of a step take: few multiprocessors do not get all of the memory's bandwidth."""
+    """Time to move the bytes of a step; a few multiprocessors cannot use the whole memory bandwidth."""
     if isinstance(step, Transform):
         return step.bytes_moved / (gpu.bandwidth * (INTERLEAVED_TRANSFORM if step.interleaved else TRANSFORM))
     blocks = step.blocks if isinstance(step, KernelLaunch) else gpu.multiprocessors
@@ -188,7 +192,7 @@ def memory_seconds(step: Step, gpu: GpuModel) -> float:
 
 
 def arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
-    """What the arithmetic of a step takes."""
+    """Time of the arithmetic of a step."""
     if isinstance(step, KernelLaunch):
         return step.arithmetic_seconds
     if isinstance(step, Transform):

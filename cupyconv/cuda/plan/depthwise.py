@@ -1,4 +1,4 @@
-"""The depthwise kernel: one small kernel per channel, or groups of a few channels, one channel after the other."""
+"""The depthwise kernel: one small kernel per channel, or groups of a few channels, which it adds one by one."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
-#: Square kernels, with their stride along h, that depthwise.cu is compiled for: alone, with a prologue, and for groups
-#: of more than one channel; (0, 0) is any other.
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for: in general, with a prologue, and for
+#: groups of more than one channel.  (0, 0) stands for any other kernel.
 KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
 PROLOGUE_KERNELS = ((3, 1), (3, 2))
 GROUPED_KERNELS = ((3, 1), (3, 2))
 ANY_KERNEL = (0, 0)
-#: Pixels of a thread, by stride: one where it is any.
+#: Pixels per thread, by stride; 0 stands for any other stride.
 ROWS = {0: 1, 1: 8, 2: 4}
-#: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
+#: Limit for the bytes of a plane and for pixels, which depthwise.cu counts in 32 bits.
 PLANE_EXTENT = 2**30
 
 
 def draft_depthwise(problem: ConvProblem) -> Draft | None:
-    """The depthwise kernel, for any number of outputs per channel; None where the general kernel serves better."""
+    """Draft the depthwise kernel, for any number of outputs per channel; None if the general kernel is better."""
     if is_complex(problem.out.dtype) or problem.geometry.groups == 1:
         return None
     kernel = _kernel(problem)
-    # Groups of several channels take one that is compiled for them, without a prologue: else the general one is quicker.
+    # Groups of several channels need a kernel compiled for them, without a prologue; otherwise the general kernel is
+    # faster.
     is_grouped = problem.geometry.group_channels > 1
     if is_grouped and (problem.prologue or kernel == ANY_KERNEL):
         return None
@@ -72,7 +73,7 @@ def draft_depthwise(problem: ConvProblem) -> Draft | None:
 
 
 def _kernel(problem: ConvProblem) -> tuple[int, int]:
-    """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
+    """Return the listed kernel and stride to compile for, if 32 bits suffice for all its counts; else `ANY_KERNEL`."""
     geometry, weight = problem.geometry, problem.weight
     kernels = GROUPED_KERNELS if geometry.group_channels > 1 else PROLOGUE_KERNELS if problem.prologue else KERNELS
     return listed_kernel(geometry, problem.xs, (replace(weight, strides=tuple(map(abs, weight.strides))),), kernels)
@@ -81,7 +82,7 @@ def _kernel(problem: ConvProblem) -> tuple[int, int]:
 def listed_kernel(
     geometry: ConvGeometry, xs: Sequence[Operand], others: Sequence[Operand], kernels: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """The kernel and stride among `kernels`, if strips of pixels serve it (kernels/strip.cuh); else `ANY_KERNEL`."""
+    """Return kernel and stride if listed and served by strips of pixels (kernels/strip.cuh), else `ANY_KERNEL`."""
     depth, height, width = geometry.kernel
     listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
     images = (*xs, *others)

@@ -1,4 +1,4 @@
-"""The kernel of depthwise transposed convolutions at stride 2, which has all phases of a result in one grid."""
+"""The kernel for depthwise transposed convolutions of stride 2, which computes all phases of a result in one grid."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from cupyconv.problem.problems import TransposedProblem
 
 #: Square kernels, with their stride along h, that depthwise_transposed.cu is compiled for.
 KERNELS = ((2, 2), (3, 2), (4, 2), (5, 2), (6, 2), (7, 2))
-#: Elements of a thread, one above the other.
+#: Elements per thread, one above the other.
 ROWS = 8
 
 
 def depthwise_launches(problem: TransposedProblem) -> list[KernelLaunch]:
-    """A launch for each result; none where the kernel does not serve."""
+    """Return one launch per result, or an empty list if the kernel does not apply."""
     geometry = problem.geometry
     if geometry.groups == 1 or is_complex(problem.dtype) or geometry.padding_mode != "constant":
         return []

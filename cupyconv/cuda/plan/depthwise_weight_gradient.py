@@ -1,4 +1,4 @@
-"""The gradient of depthwise weights by a kernel of its own, whose threads keep the sums of all taps."""
+"""The kernel for the gradient of depthwise weights, whose threads hold the sums of all taps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from cupyconv.problem.problems import WeightGradientProblem
 #: Square kernels, with their stride along h, that depthwise_weight_gradient.cu is compiled for.
 KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2))
 THREADS = 128
-#: Blocks that keep a multiprocessor busy, and strips of pixels that a thread has at the least.
+#: Blocks that keep a multiprocessor busy, and the minimum number of strips of pixels per thread.
 BLOCKS_PER_MULTIPROCESSOR, SMALLEST_SHARE = 8, 4
 
 
 def draft_depthwise_gradient(problem: WeightGradientProblem) -> Draft | None:
-    """The kernel for one channel a group, in as many parts of the sum as keep the GPU busy; None where it does not apply."""
+    """Draft the kernel for one channel per group, or return None if it does not apply.
+
+    The sum is cut into as many parts as keep the GPU busy.
+    """
     geometry, grad, out, gpu = problem.geometry, problem.grad, problem.out, problem.gpu
     if geometry.group_channels > 1 or is_complex(out.dtype) or problem.prologue:
         return None

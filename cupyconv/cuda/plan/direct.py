@@ -1,4 +1,4 @@
-"""Method "direct": whichever kernel without columns fits, the fused merge, the depthwise kernel, or the general one."""
+"""Plan method "direct": the first kernel without columns that fits, of fused merge, depthwise and general kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cupyconv.cuda.plan.merge import draft_merge
 from cupyconv.problem.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Outputs per thread of direct.cu and of transposed.cu.
+#: Outputs per thread of direct.cu and transposed.cu.
 TILE = 4
 
 
 def draft_direct(problem: ConvProblem) -> Draft:
-    """The best kernel that needs no columns."""
+    """Draft the most specialized kernel that applies, or raise `NotApplicable`."""
     merge = draft_merge(problem)
     if merge is not None:
         return merge
@@ -33,7 +33,7 @@ def draft_direct(problem: ConvProblem) -> Draft:
 
 
 def _launch(problem: ConvProblem) -> KernelLaunch:
-    """Direct convolution, for everything."""
+    """Return the launch of the general kernel."""
     geometry, prologue, out = problem.geometry, problem.prologue, problem.out
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     tiles = geometry.groups * -(-geometry.group_outputs // TILE)

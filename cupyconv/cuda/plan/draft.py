@@ -1,4 +1,4 @@
-"""A method's proposal: its steps and workspace, and what they would cost."""
+"""The draft of a plan: the steps and workspace that a method proposes, and their estimated time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Draft:
-    """One way to do a problem."""
+    """One proposal to solve a problem."""
 
     method: str
     steps: tuple[Step, ...]
     workspace: tuple[Buffer, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
-    #: How many times as long it is taken for in a comparison: more than 1 where the model is the least sure of it.
+    #: Factor on the estimated time when drafts are compared: more than 1 for the least certain estimates.
     doubt: float = 1.0
 
     @property
@@ -45,7 +45,7 @@ class Draft:
         return sum(step.bytes_moved for step in self.steps)
 
     def cost(self, gpu: GpuModel) -> Cost:
-        """Seconds by the model: each step takes the larger of its memory and arithmetic times, and a launch."""
+        """Return the estimated time: per step, the larger of its memory and arithmetic times, plus one launch."""
         memory = arithmetic = total = 0.0
         launches = 0.0
         for step, times in self._repeated_steps():
@@ -59,7 +59,7 @@ class Draft:
 
     @property
     def host_seconds(self) -> float:
-        """What enqueuing the steps once more takes the host."""
+        """Estimated host time to enqueue all steps in a repeated call."""
         seconds = cost.HOST_CALL
         for step, times in self._repeated_steps():
             seconds += times * (cost.HOST_KERNEL if isinstance(step, KernelLaunch) else cost.HOST_PRODUCT)
@@ -72,7 +72,7 @@ class Draft:
         conversions: tuple[Conversion, ...] = (),
         notes: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan to run this for `problem`."""
+        """Return the plan that runs this draft for `problem`."""
         seconds = self.cost(problem.gpu)
         return problem.planned(
             self.steps,
@@ -88,7 +88,7 @@ class Draft:
         )
 
     def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
-        """What is enqueued, and how often."""
+        """Yield every step that is enqueued, with the number of times."""
         waiting = [(step, 1) for step in self.steps]
         while waiting:
             step, times = waiting.pop()
@@ -99,14 +99,14 @@ class Draft:
                 yield step, times
 
 
-#: Chunks up to which their steps are listed; and where one is not like the other.
+#: A plan lists the steps of up to `LISTED` chunks one by one, and of up to `MOST_UNLIKE` chunks that differ.
 LISTED, MOST_UNLIKE = 8, 1024
 
 
 def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Step]:
-    """The steps of chunk 0, 1, ... `times` - 1 in turn: of many, one step with a count.
+    """Return the steps of chunks 0, 1, ... `times` - 1 in turn; many chunks become one `Rounds` step.
 
-    Often the first is not like the others: they add to its results, or it lies on a boundary and they do not.
+    The first chunk often differs from the others: the others add to its results, or it is at a boundary.
     """
     for lone in (0, 1) if times > LISTED else ():
         first, second = tuple(steps_of(lone)), tuple(steps_of(lone + 1))
@@ -120,7 +120,7 @@ def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Ste
 
 
 def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
-    """One draft after the other, in the same workspace: a step has finished with it before the next begins."""
+    """Join drafts that run one after the other in the same workspace: each finishes before the next begins."""
     steps: list[Step] = []
     most = 0
     kept: dict[str, Buffer] = {}
@@ -142,9 +142,10 @@ def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
 
 
 def within(limit: int, draft_of: Callable[[int], Draft]) -> Draft:
-    """What there is room for within the limit; where parts in sequence are not together what each of them is, with less room.
+    """Return a draft whose whole workspace is within `limit`, by lowering the limit that `draft_of` gets.
 
-    One may take most of the memory of ours, and another most of cuFFT's own.
+    Each part of a sequence may fit the limit while the sequence does not: one part may need the most memory for our
+    buffers, another the most for cuFFT's work area.
     """
     room = limit
     while True:
@@ -156,7 +157,7 @@ def within(limit: int, draft_of: Callable[[int], Draft]) -> Draft:
 
 
 def relocated(value: Any, places: Mapping[str, Address]) -> Any:
-    """A step, or a part of one, with every buffer in `places` at that place of another."""
+    """Return a step, or a part of one, with every buffer named in `places` moved to its address there."""
     if isinstance(value, Address):
         place = places.get(value.buffer)
         return Address(place.buffer, place.offset + value.offset) if place else value
@@ -178,7 +179,7 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
 
 
 def drafted(ways: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Draft], list[tuple[T, str]]]:
-    """The drafts of the ways that apply, and why the others do not."""
+    """Return the drafts of all `ways` that apply, and the other ways with the reason why they do not."""
     drafts, refusals = [], []
     for way in ways:
         try:
@@ -189,7 +190,7 @@ def drafted(ways: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Dra
 
 
 def cheapest_of(ways: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel) -> Draft:
-    """The cheapest of the ways that apply, or NotApplicable with what the last one says."""
+    """Return the cheapest draft of all `ways` that apply; if none does, raise `NotApplicable` with the last reason."""
     drafts, refusals = drafted(ways, draft_of)
     if not drafts:
         raise NotApplicable(refusals[-1][1])
@@ -197,5 +198,5 @@ def cheapest_of(ways: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel
 
 
 def cheapest(drafts: Iterable[Draft], gpu: GpuModel) -> Draft:
-    """The one that takes the least time by the model, and by the doubts in it; of equals the first."""
+    """Return the draft with the smallest product of estimated time and `doubt`; the first one of equals."""
     return min(drafts, key=lambda draft: draft.cost(gpu).seconds * draft.doubt)

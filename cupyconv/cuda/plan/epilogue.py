@@ -1,4 +1,4 @@
-"""The epilogue as a launch of its own: bias, residual and activation over sums that another step has left, or over zeros."""
+"""The epilogue as a separate launch: bias, residual and activation, applied to stored sums or to zeros."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_st
 from cupyconv.problem.plan import Address, KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
-#: Threads of a multiprocessor that hide from each other how long they wait for the parts of a sum, a few at a time.
+#: Threads per multiprocessor that hide the latency of loading the parts of a sum, a few parts at a time.
 BUSY_THREADS = 512
 
 
@@ -28,8 +28,8 @@ BUSY_THREADS = 512
 class Sums:
     """Sums that an epilogue finishes, with their strides along samples, outputs and pixels.
 
-    Imaginary parts may lie `imaginary` elements behind the real ones; a sum may come in `planes` parts, `plane`
-    elements apart.
+    If `imaginary` is not 0, imaginary parts are stored that many elements after the real ones.  A sum may come in
+    `planes` parts, `plane` elements apart.
     """
 
     at: Address | None
@@ -51,18 +51,19 @@ def epilogue_launch(
     chunk: Chunk | None = None,
     busy: int = 0,
 ) -> KernelLaunch:
-    """Bias, residual and activation over a chunk of the result, or all of it; without `sums`, over zeros.
+    """Return the launch that applies bias, residual and activation to a chunk of the result, or to all of it.
 
-    Where vectors leave work for fewer than `busy` threads, each takes an element.
+    Without `sums`, it applies them to zeros.  If vectorized access would leave work for fewer than `busy` threads, each
+    thread computes one element.
     """
     chunk = chunk or Chunk(0, out.shape[0], 0, out.pixels)
     samples, channels, pixels = chunk.samples, out.shape[1], chunk.pixels
     size, (flat, *others) = collapse([out] + ([residual] if residual else []))
     whole = size[:2] == (1, 1)
     along_channels = is_along_channels(flat)
-    neighbours = 1 if along_channels else 4  # their axis
+    neighbours = 1 if along_channels else 4  # the axis of neighbouring elements
     full = VECTOR_BYTES // out.itemsize
-    # Both ends of the chunk must be whole vectors: a power of two divides a | b where it divides both.
+    # The chunk must begin and end at whole vectors: a power of two divides a | b if it divides both.
     extent = channels if along_channels else pixels | chunk.first_pixel
     fits = extent % full == 0 and (along_channels or whole) and _is_vectorized(flat, neighbours, full)
     width = full if fits and samples * pixels * channels >= busy * full else 1
@@ -71,7 +72,7 @@ def epilogue_launch(
     sums_vectorized = False
     if sums.at:
         steps = (*sums.strides[:2], 0, 0, sums.strides[2])
-        # Sums that lie in the result are aligned as it is: to whole vectors, wherever `width` is more than 1.
+        # Sums stored in the result have its alignment, which is whole vectors whenever `width` is more than 1.
         placed = Operand(sums.at.buffer, sums.dtype, flat.shape, steps, VECTOR_BYTES, sums.at.offset)
         piece = min(width, VECTOR_BYTES // placed.itemsize)
         sums_vectorized = _is_vectorized(placed, neighbours, width) and (sums.imaginary | sums.plane) % piece == 0
@@ -113,12 +114,12 @@ def epilogue_launch(
 
 
 def as_line(operand: Operand) -> Operand:
-    """All elements of an array without gaps as the pixels of one row, so that threads run along all axes."""
+    """View a contiguous array as one row of pixels, so that threads run along all axes."""
     return replace(operand, shape=(1, 1, 1, 1, prod(operand.shape)), strides=(0, 0, 0, 0, 1))
 
 
 def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None = None) -> KernelLaunch:
-    """A convolution's whole epilogue over its sums; over zeros where there is nothing to sum."""
+    """Return the whole epilogue of a convolution on its sums, or on zeros if there is nothing to sum."""
     return epilogue_launch(
         problem.out,
         sums,
@@ -132,13 +133,13 @@ def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None =
 
 
 def activation_launch(pre: Operand, out: Operand, activation: Activation) -> KernelLaunch:
-    """The result from a pre-activation that is kept: a pass of its own."""
+    """Return the separate pass that computes the result from a stored pre-activation."""
     launch = epilogue_launch(out, residual=pre, activation=activation)
     return replace(launch, purpose=f"{activation} of the pre-activation, which is kept")
 
 
 def finish_weight(out: Operand, sums: Sums | None) -> KernelLaunch:
-    """The parts of a weight's gradient, added in order, into the result; zeros where there are none."""
+    """Return the launch that adds the parts of a weight gradient, in order, into the result; without parts, zeros."""
     in_order = (out.shape[1] * out.pixels, out.pixels, 1)
     if collapsed_stride(out.shape, out.strides) == 1 and (sums is None or sums.strides == in_order):
         out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
@@ -147,7 +148,7 @@ def finish_weight(out: Operand, sums: Sums | None) -> KernelLaunch:
 
 
 def _is_vectorized(operand: Operand, axis: int, width: int) -> bool:
-    """Whether `width` neighbours along an axis lie side by side, on the boundaries that wide accesses need."""
+    """Return whether groups of `width` elements along an axis are contiguous and aligned for vectorized access."""
     piece = min(width, VECTOR_BYTES // operand.itemsize)
     extents = enumerate(zip(operand.shape, operand.strides))
     others = (stride for i, (extent, stride) in extents if i != axis and extent > 1)
@@ -156,9 +157,10 @@ def _is_vectorized(operand: Operand, axis: int, width: int) -> bool:
 
 
 def kept_apart(problem: ConvProblem) -> tuple[Operand, Activation, tuple[KernelLaunch, ...]]:
-    """What a kernel writes whose registers are full of sums, with which activation, and the launch after it, if any.
+    """Return what a kernel writes, with which activation, and the launches after it.
 
-    Where the pre-activation is kept, the kernel writes that, and a pass of its own goes from there to the result.
+    For kernels that have no registers left to write two results.  If the pre-activation is wanted too, the kernel
+    writes only that, and a separate pass computes the result from it.
     """
     if problem.pre is None:
         return problem.out, problem.activation, ()

@@ -1,7 +1,7 @@
-"""Back through an epilogue on a GPU: the activation's derivative and each channel's sum, in one pass.
+"""The gradient of an epilogue on a GPU: the derivative of the activation and one sum per channel, in one pass.
 
-A block works on a part of the pixels of some channels; the parts' sums are added by a second launch.  The order of
-additions is the plan's, so it is the same on every run.
+A block computes some channels of a part of the pixels.  A second launch adds the sums of all parts.  The plan fixes the
+order of additions, so that it is the same in every run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Plan, Step
 
-#: Threads of a block, and those of them along the channels where these are neighbours in memory.
+#: Maximum number of threads per block, and of threads along the channels if these are contiguous.
 THREADS, LANES = 256, 32
-#: Blocks per multiprocessor, as many as its registers hold at once: more would wait for a second round.
+#: Blocks that fit the registers of a multiprocessor at once: more would wait for a second round.
 BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
-    """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
+    """Plan one pass over the gradient, or nothing if there is neither a derivative nor a sum to compute."""
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
     return problem.planned(steps, workspace=workspace)
 
@@ -42,14 +42,14 @@ def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
 def pass_and_sum(
     problem: ElementwiseGradProblem, launch: Callable[[Address | None, int], KernelLaunch]
 ) -> tuple[list[Step], tuple[Buffer, ...]]:
-    """One pass; and another that adds the parts of the sums, where they come in parts.
+    """Return one pass, and a second one that adds the sums of the parts if there are several parts.
 
-    `launch` is given where the sums go, None where none are taken, and the most parts there may be.
+    `launch` gets the address of the sums, or None if there are no sums, and the maximum number of parts.
     """
     sums = problem.sums
     if sums is None or not sums.nbytes:
         return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
-    most_parts = Buffer.parts_in(problem.limit, sums.nbytes)  # `cut` makes one of none
+    most_parts = Buffer.parts_in(problem.limit, sums.nbytes)  # `cut` turns 0 into 1
     whole = launch(address(sums), most_parts)
     if whole.grid[0] == 1:
         return [whole], ()
@@ -60,7 +60,7 @@ def pass_and_sum(
 
 
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
-    """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
+    """Return the launch that adds parts stored as an image: its samples are the parts, its channels the sums."""
     together = EpilogueGradProblem(grad=parts, sums=sums, machine=gpu)
     return _launch(together, address(sums), most_parts=1)
 
@@ -68,7 +68,7 @@ def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
 def cut(
     problem: ElementwiseGradProblem, width: int, along_channels: bool, most_parts: int
 ) -> tuple[tuple[int, int, int], int, int]:
-    """The grid, parts of the pixels by tiles of channels; threads of a block; and how many of them go along channels."""
+    """Return the grid (parts of the pixels, tiles of channels), the threads per block, and those along the channels."""
     batch, channels, *extents = problem.grad.shape
     lanes = min(LANES, _power_of_two(-(-channels // width))) if along_channels else 1
     shares = batch * prod(extents) // (1 if along_channels else width)
@@ -83,7 +83,7 @@ def cut(
 def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = problem.grad.shape[:2]
     size, images = collapse(problem.images)
-    along_channels = all(operand.stride_c == 1 for operand in images)  # of a lone channel it is 0
+    along_channels = all(operand.stride_c == 1 for operand in images)  # `stride_c` of a single channel is 0
     if along_channels:
         width = vector_width([_turned(operand) for operand in images], channels)
     else:
@@ -118,15 +118,15 @@ def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int)
 
 
 def _turned(operand: Operand) -> Operand:
-    """Channels as pixels and pixels as channels: what is said of vectors along the one holds along the other."""
+    """Exchange channels and pixels, so that `vector_width` checks vectors along the channels."""
     stride = operand.pixel_stride
     pixels = operand.pixels
-    if stride is None:  # then there are no vectors along pixels, nor here
+    if stride is None:  # without vectors along pixels, there are none along channels
         return operand
     shape = (operand.shape[0], pixels, 1, 1, operand.shape[1])
     return replace(operand, shape=shape, strides=(operand.stride_n, stride if pixels > 1 else 0, 0, 0, 1))
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is no less than `n`."""
+    """Return the smallest power of two that is not less than `n`."""
     return 1 << max(0, n - 1).bit_length()

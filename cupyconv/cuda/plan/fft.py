@@ -1,19 +1,19 @@
-"""Products of spectra: the plan of method "fft" on CUDA.
+"""Plan method "fft" on CUDA: products of spectra, by overlap-save.
 
-Overlap-save (Stockham, "High-Speed Convolution and Correlation", 1966).
+See Stockham, "High-Speed Convolution and Correlation", 1966.
 
 ::
 
-    weight, flipped  --tiles.cu-->  tiles  --cuFFT-->  W                                       once a call
-    x_0              --tiles.cu-->  tiles  --cuFFT-->  X_0  -- X_0 W_0 -->  Y                  a chunk of units at a time
-    x_1              --tiles.cu-->  tiles  --cuFFT-->  X_1  -- added -->    Y                  in the memory of x_0's
-    Y                --cuFFT-->     sums   --finish_tiles.cu-->  bias, residual, activation, every stride-th of what
-                                                                 did not wrap round
+    weight, flipped  --tiles.cu-->  tiles  --cuFFT-->  W                                       once per call
+    x_0              --tiles.cu-->  tiles  --cuFFT-->  X_0  -- X_0 W_0 -->  Y                  per chunk of units
+    x_1              --tiles.cu-->  tiles  --cuFFT-->  X_1  -- added -->    Y                  reuses the memory of x_0
+    Y                --cuFFT-->     sums   --finish_tiles.cu-->  bias, residual, activation of every stride-th sum
+                                                                 that did not wrap around
 
-Where each frequency has a matrix product it is of units x channels by channels x outputs.
+If each frequency has a matrix product, this is units x channels by channels x outputs.
 
-The weight lies last to first in its tile: so products of spectra are a convolution with it, and no spectrum is conjugated.
-It is divided by the elements of a tile too, which neither transform does.
+The weight is flipped in its tile, so that the products of spectra give the convolution, and no spectrum is conjugated.
+It is also divided by the number of elements of a tile, because neither transform divides by it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from cupyconv.problem.problems import ConvProblem
 
 
 def draft_fft(problem: ConvProblem) -> Draft:
-    """The tiles and the order of spectra that take the least by the model; NotApplicable where there is no room for any."""
+    """Draft the fastest tiles and order of spectra by the cost model, or raise `NotApplicable` if none fits."""
     return draft_tiled(problem, ConvTiling)
 
 
 @dataclass(frozen=True)
 class ConvTiling(Tiling):
-    """Tiles of the inputs, of which each gives a block of the result."""
+    """Tiles of the inputs, each of which gives one block of the result."""
 
     problem: ConvProblem
 
@@ -82,7 +82,7 @@ class ConvTiling(Tiling):
         return [*steps, self._finish(first, units)]
 
     def _products(self, units: int, part: range) -> KernelLaunch:
-        """What an input adds to all products, one by one."""
+        """Return the launch that adds one input's products, one by one."""
         geometry, rows = self.problem.geometry, units * self.problem.geometry.out_channels
         group_channels = min(geometry.group_channels, len(part))
         operands = units * len(part) + geometry.out_channels * group_channels + rows * (1 + bool(part.start))
@@ -106,7 +106,7 @@ class ConvTiling(Tiling):
         return self.multiplied(launch, units * len(part) * geometry.group_outputs * self.frequencies)
 
     def _matrix_products(self, units: int, part: range) -> Iterator[Step]:
-        """What an input adds to Y = X Wᵀ of each frequency, group by group."""
+        """Yield the GEMM calls that add one input to Y = X Wᵀ of each frequency, group by group."""
         geometry = self.problem.geometry
         channels, outputs = geometry.group_channels, geometry.group_outputs
         for group, begin, end in self.groups_of(part):

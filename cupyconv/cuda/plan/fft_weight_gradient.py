@@ -1,18 +1,18 @@
-"""The gradient of a weight by products of spectra on CUDA: the correlation of x with the gradient that arrives.
+"""The gradient of a weight by products of spectra on CUDA: the correlation of x with the incoming gradient.
 
 ::
 
-    grad, a stride apart  --tiles.cu-->  tiles  --cuFFT-->  G                                 a chunk of units at a time
+    grad, a stride apart  --tiles.cu-->  tiles  --cuFFT-->  G                                 per chunk of units
     x_0                   --tiles.cu-->  tiles  --cuFFT-->  X_0  -- conj(G) X_0 -->  D_0      one input after the other
     x_1                   --tiles.cu-->  tiles  --cuFFT-->  X_1  -- conj(G) X_1 -->  D_1
-    D, of all units       --cuFFT-->     sums   --finish_weight_tiles.cu-->  what lies under the taps, conjugated
+    D, of all units       --cuFFT-->     sums   --finish_weight_tiles.cu-->  the elements under the taps, conjugated
 
-    x of a tile           |x x x x x x x x x x x x|      what all windows of the block read
-    grad, stride 2        |g . g . g . g . . . . .|      those of the block, between zeros
-    weight gradient       |d . d . d|. . . . . . .       dilation 2: of the rest nothing is wanted
+    x of a tile           |x x x x x x x x x x x x|      all elements that the windows of the block read
+    grad, stride 2        |g . g . g . g . . . . .|      the gradients of the block, with zeros in between
+    weight gradient       |d . d . d|. . . . . . .       dilation 2: all other elements are discarded
 
-Where each frequency has a matrix product it is of outputs x units by units x channels: the sum over samples is inside.
-Products one by one are added in parts, so that there are threads enough where tiles are small and many.
+If each frequency has a matrix product, this is outputs x units by units x channels, which includes the sum over
+samples.  Products computed one by one are summed in parts, so that small and numerous tiles have enough threads too.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Threads of a block of finish_weight_tiles.cu; units of a part at the least.
+#: Threads per block of finish_weight_tiles.cu; minimum units per part.
 FINISH_BLOCK, SMALLEST_PART = 128, 8
 
 
 def draft_fft_gradient(problem: WeightGradientProblem) -> Draft:
-    """The tiles and the order of spectra that take the least by the model; NotApplicable where there is no room for any."""
+    """Draft the fastest tiles and order of spectra by the cost model, or raise `NotApplicable` if none fits."""
     return draft_tiled(problem, GradientTiling)
 
 
 @dataclass(frozen=True)
 class GradientTiling(Tiling):
-    """Tiles of the inputs and of the gradient, whose products are added up."""
+    """Tiles of the inputs and of the gradient, whose products are summed."""
 
     problem: WeightGradientProblem
 
@@ -59,7 +59,7 @@ class GradientTiling(Tiling):
 
     @cached_property
     def sum_parts(self) -> int:
-        """Parts that products are added in, one by one, so that the GPU is busy."""
+        """The number of parts in which products computed one by one are summed, to keep the GPU busy."""
         if self.interleaved:
             return 1
         wanted = -(-self.problem.gpu.multiprocessors * BUSY_THREADS // (self.frequencies * self.kernels))
@@ -93,7 +93,7 @@ class GradientTiling(Tiling):
         return [self.transform("products", "tiles", sums, inverse=True, purpose="sums"), self._finish()]
 
     def _products(self, first: int, units: int, part: range) -> Iterator[Step]:
-        """What a chunk adds to the products with an input, one by one."""
+        """Yield the launch that adds a chunk's products with one input, one by one."""
         geometry = self.problem.geometry
         rows = geometry.out_channels * min(geometry.group_channels, len(part))
         operands = units * (geometry.out_channels + len(part)) + self.sum_parts * rows * (1 + bool(first))
@@ -119,7 +119,7 @@ class GradientTiling(Tiling):
         yield self.multiplied(launch, units * len(part) * geometry.group_outputs * self.frequencies)
 
     def _matrix_products(self, first: int, units: int, part: range) -> Iterator[Step]:
-        """What a chunk adds to D = Gᴴ X of each frequency, group by group."""
+        """Yield the GEMM calls that add a chunk to D = Gᴴ X of each frequency, group by group."""
         geometry = self.problem.geometry
         channels, outputs = geometry.group_channels, geometry.group_outputs
         for group, begin, end in self.groups_of(part):

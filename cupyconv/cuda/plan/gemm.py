@@ -1,25 +1,25 @@
-"""Columns and batched GEMM: the plan of method "gemm" on CUDA.
+"""Plan method "gemm" on CUDA: columns and batched GEMM.
 
 ::
 
     weight                        X of sample n                    y of sample n
     [ group_outputs x K_g ]   x   [ K x pixels ]          =        [ out_channels x pixels ]
-      batch stride 0               1x1: the inputs where they
-                                   lie, one accumulating GEMM
-                                   each; else columns
+      batch stride 0               1x1: the inputs in place,
+                                   one accumulating GEMM per
+                                   input; else columns
 
-One call does all samples of a chunk.  The calls are batched over samples, or over groups where the
-samples are one long matrix (channels-last) or there is but one.  With a prologue all inputs are gathered
-as columns, and transformed on the way.
+One call computes all samples of a chunk.  The calls are batched over samples.  They are batched over groups if the
+samples form one long matrix (channels-last) or if there is only one sample.  With a prologue, all inputs are gathered
+as columns and transformed while they are gathered.
 
-The sums are the result itself wherever that is right.  They are kept in workspace, and an epilogue
-launch finishes them, for a 16-bit result that would be rounded twice, a result whose strides no GEMM
-can write, and a real image with a complex weight, whose sums come as a plane of real parts and a plane
-of imaginary ones.
+The GEMM writes its sums directly into the result if this is correct.  It writes them to workspace, and an epilogue
+launch finishes them, if a 16-bit result would be rounded twice, if no GEMM can write the strides of the result, or if
+the image is real and the weight complex: then the sums form one plane of real and one plane of imaginary parts.
 
-A 16-bit result is rounded once where one product is added to one of bias and residual, which both have its
-type, since cuBLAS adds in float32.  Bounds (relu, relu6, clip) may be applied before that rounding or after: it
-keeps the order of numbers.  The model says whether a pass before and one after are less than float32 sums.
+A 16-bit result is rounded only once if one product is added to either bias or residual: both have the dtype of the
+result, and cuBLAS adds in float32.  Bounds (relu, relu6, clip) may be applied before or after that rounding, since
+rounding keeps the order of numbers.  The cost model decides whether one pass before the GEMM and one after it cost less
+than float32 sums.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Address, Buffer, GemmCall, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
-#: Pixels below which columns of a sample are not cut any further: smaller GEMMs would only be launches.
+#: Minimum pixels per chunk when the columns of a sample are cut: smaller GEMMs would take mostly launch overhead.
 SMALLEST_CHUNK = 1024
 
 
 class ProductsPlanner:
-    """What products of a weight and images share: their dtype, and where the factors lie.
+    """Base class for GEMMs of a weight and images: the dtypes, and the views of the factors.
 
-    Where the weight `conjugates`, it is transposed as it lies: cuBLAS conjugates nothing else.
+    With `conjugates`, a weight whose view is transposed is gathered first.  The GEMM then reads the weight as a
+    conjugate transpose, since cuBLAS conjugates only operands that it transposes.
     """
 
     def __init__(self, problem: ConvProblem | TransposedProblem, *, conjugates: bool = False) -> None:
         self.geometry = problem.geometry
         x_is_complex, weight_is_complex = is_complex(problem.x_dtype), is_complex(problem.weight_dtype)
-        # One real factor: the complex one is read as real numbers, twice as many pixels, or in two planes.
+        # If only one factor is complex, it is read as real numbers: an image as twice as many pixels, a weight as two
+        # planes.
         self.components = 2 if x_is_complex and not weight_is_complex else 1
         self.planes = 2 if weight_is_complex and not x_is_complex else 1
         self.dtype = real_part(problem.x_dtype) if x_is_complex != weight_is_complex else problem.x_dtype
@@ -85,24 +87,27 @@ class ProductsPlanner:
         self.weight = view
 
     def image_views(self, images: Sequence[Operand]) -> list[MatrixView | None]:
-        """The images as they are multiplied, where they lie; None for one that has to be gathered."""
+        """Return views of the images in place, as the GEMM reads them; None for an image that has to be gathered."""
         views = [image_matrix(image) for image in images]
         return [view and view.as_real() for view in views] if self.components == 2 else views
 
     def c_dtype(self, stored: str) -> str:
-        """What cuBLAS is told that sums are, which are stored in a dtype."""
+        """Return the dtype that cuBLAS gets for sums stored in the dtype `stored`."""
         return real_part(stored) if self.components == 2 else stored
 
 
 def draft_gemm(problem: ConvProblem) -> Draft:
-    """Plan method "gemm", or raise `NotApplicable`."""
+    """Return the cheapest draft of method "gemm", or raise `NotApplicable`."""
     has_choice = problem.out.itemsize == 2 and problem.activation and (problem.bias or problem.residual)
     ways = (True, False) if has_choice else (False,)
     return cheapest_of(ways, lambda keeps_sums: _GemmPlanner(problem, keeps_sums).draft(), problem.gpu)
 
 
 class _GemmPlanner(ProductsPlanner):
-    """What holds for all chunks is decided first; then every chunk gets its steps.  Where asked, it `keeps_sums` in workspace."""
+    """Draft one plan: decide what all chunks share, then emit the steps of every chunk.
+
+    `keeps_sums` writes the sums to workspace even if the GEMM could write them into the result.
+    """
 
     def __init__(self, problem: ConvProblem, keeps_sums: bool) -> None:
         super().__init__(problem)
@@ -117,7 +122,8 @@ class _GemmPlanner(ProductsPlanner):
         self.addends = bool(problem.bias) + bool(problem.residual)
         self.out = None if keeps_sums else self._out_in_place()
         self.sums_dtype = self._sums_dtype()
-        #: Bias and residual are written before the products are added: rounded with them, or with no pass over the result after.
+        #: Whether bias and residual are written to the result before the GEMM accumulates into it.  This saves the pass
+        #: afterwards, or rounds a 16-bit result only once.
         self.prefills = (
             self.addends > 0 and self.out is not None and (not problem.activation or problem.out.itemsize == 2)
         )
@@ -131,7 +137,7 @@ class _GemmPlanner(ProductsPlanner):
         cut = f", {chunks:,} chunks of {self.samples} x {self.pixels} pixels" if chunks > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples on {where}{cut}")
 
-    # Where the sums lie.
+    # Where the sums are written.
 
     def _out_in_place(self) -> MatrixView | None:
         problem = self.problem
@@ -149,13 +155,13 @@ class _GemmPlanner(ProductsPlanner):
         return real_part(out) if self.planes == 2 else accumulator(out)
 
     def _segments(self, group: int) -> list[tuple[int, int, int, int]]:
-        """The rows of X that a group reads, place by place."""
+        """Return the rows of X that a group reads, as one segment per factor."""
         return segments(self.factors, group * self.geometry.reduction, (group + 1) * self.geometry.reduction)
 
     # Workspace.
 
     def _chunk_size(self) -> tuple[int, int]:
-        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
+        """Return the samples and pixels per chunk: all samples, else fewer samples, else fewer pixels of one sample."""
         geometry, problem = self.geometry, self.problem
         limit = problem.limit - sum(buffer.space for buffer in self.weight_buffers)
         limit -= Plan.ALIGNMENT * (sum(factor.view is None for factor in self.factors) + (self.out is None))
@@ -199,7 +205,7 @@ class _GemmPlanner(ProductsPlanner):
         return steps
 
     def _sums(self, chunk: Chunk) -> MatrixView:
-        """The chunk's C: in the result, or `samples x (planes x outputs) x pixels` in workspace."""
+        """Return C of a chunk: in the result, or `samples x (planes x outputs) x pixels` in workspace."""
         if self.out is not None:
             start = self.out.start(0, chunk.first_pixel * self.components, chunk.first_sample)
             return replace(self.out, at=start)
@@ -208,9 +214,9 @@ class _GemmPlanner(ProductsPlanner):
         return as_multiplied(view, self.components)
 
     def _gemms(self, chunk: Chunk, views: list[MatrixView], c: MatrixView) -> list[Step]:
-        """The calls whose sums are the chunk's: for each plane, group and place that rows of X lie in.
+        """Return the GEMM calls of a chunk: one per plane, group and factor that stores rows of X.
 
-        The batch runs over samples, or over the groups where there is but one sample.
+        The batch runs over the samples, or over the groups if there is only one sample.
         """
         geometry, weight, reduction = self.geometry, self.weight, self.geometry.reduction
         samples, columns = chunk.samples, chunk.pixels * self.components
@@ -219,7 +225,7 @@ class _GemmPlanner(ProductsPlanner):
         if joined_c is not None and None not in joined:
             views, c, samples, columns = [view for view in joined if view], joined_c, 1, samples * columns
         planes, outputs, c_dtype = self.planes, geometry.group_outputs, self.c_dtype(self.sums_dtype)
-        if geometry.groups == 1:  # planes lie one after the other
+        if geometry.groups == 1:  # planes are contiguous: one matrix with more rows
             planes, outputs = 1, self.planes * outputs
         over_groups = samples == 1 and geometry.groups > 1 and len(self.factors) == 1
         flips = c.transposed  # channels-last: C' = X' W'
@@ -248,12 +254,12 @@ class _GemmPlanner(ProductsPlanner):
         return calls
 
     def _epilogue(self, chunk: Chunk, c: MatrixView | None) -> Step:
-        """What is done to the sums `c`; without them, what they are added to."""
+        """Return the launch that finishes the sums `c`; without `c`, the launch that prefills the result."""
         problem = self.problem
         if c is None:
             return epilogue_launch(problem.out, bias=problem.bias, residual=problem.residual, chunk=chunk)
         parts = self.components
-        strides = (c.stride // parts, c.row_step // parts, c.column_step)  # 1 for pairs, which lie side by side
+        strides = (c.stride // parts, c.row_step // parts, c.column_step)  # 1 for pairs, which are contiguous
         imaginary = self.geometry.out_channels * c.row_step if self.planes == 2 else 0
         sums = Sums(c.at, self.sums_dtype, strides, imaginary=imaginary)
         if not self.prefills:

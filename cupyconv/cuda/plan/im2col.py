@@ -1,6 +1,6 @@
-"""im2col and col2im: launches that write columns of images, and that sum columns back into one.
+"""im2col and col2im: launches that write the columns of images, and that sum columns back into an image.
 
-Every GEMM of windows goes through these too.
+Every GEMM on windows uses them too.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.problem.plan import MAX_SOURCES, Address, KernelLaunch, Plan
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channels
 
-#: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
+#: Neighbouring threads of im2col.cu that share pixels if channels are contiguous.
 IM2COL_LANES = 4
-#: Channels of a thread of col2im.cu.
+#: Channels per thread of col2im.cu.
 COL2IM_CHANNELS = 4
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Samples, and of each of them pixels: the part of a problem that one round of steps does."""
+    """A range of samples and of their pixels: the part of a problem that one round of steps computes."""
 
     first_sample: int
     samples: int
@@ -60,10 +60,10 @@ def im2col_launches(
     purpose: str = "columns",
     prologue: Prologue = NO_PROLOGUE,
 ) -> list[KernelLaunch]:
-    """Columns of a chunk, or of everything: one launch for every `MAX_SOURCES` inputs."""
+    """Return the launches that write the columns of a chunk, or of everything: one per `MAX_SOURCES` inputs."""
     chunk = chunk or Chunk(0, windows.batch, 0, windows.pixels)
     samples, pixels, itemsize = chunk.samples, chunk.pixels, columns.itemsize
-    # The kernel stores a row's tail by itself.  Columns that begin off a boundary have rows that do.
+    # The kernel stores the tail of a row separately.  If the columns are not aligned, neither are their rows.
     width = vector_width((columns,), VECTOR_BYTES // itemsize)
     launches = []
     for begin in range(0, len(xs), MAX_SOURCES):
@@ -114,7 +114,7 @@ def col2im_launch(
     bias: Operand | None = None,
     activation: Activation = IDENTITY,
 ) -> KernelLaunch:
-    """The sum of column entries back into an image, of the samples and channels that it has."""
+    """Return the launch that sums columns back into an image, for the samples and channels of `out`."""
     samples, channels = out.shape[:2]
     elements = prod(windows.size)
     row, pixel = columns.stride_c, columns.strides[-1]  # a row is a tap of a channel, a pixel a window
@@ -148,7 +148,7 @@ def col2im_launch(
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:
-    """Columns of one or many inputs, written straight into the result."""
+    """Plan im2col: write the columns of one or many inputs directly into the result."""
     columns = problem.columns
     if not columns.nbytes:
         return problem.planned([])
@@ -158,6 +158,6 @@ def plan_im2col(problem: Im2colProblem) -> Plan:
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:
-    """An image from columns: every element gathers what was read from it."""
+    """Plan col2im: each element of the image gathers the column entries that were read from it."""
     (out,) = problem.xs
     return problem.planned([col2im_launch(problem.windows, problem.columns, out)] if out.nbytes else [])

@@ -1,17 +1,18 @@
-"""Implicit GEMM: the plan of method "implicit_gemm" on CUDA, a product whose columns are never stored.
+"""Plan method "implicit_gemm" on CUDA: a GEMM whose columns are never stored in global memory.
 
 ::
 
-    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less;
-                     some samples at a time where there is no room for all, which all but pack_weight is then done for
-    (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
-    implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
-    (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
+    (channels_last)  inputs -> workspace with contiguous channels, which are copied 16 bytes at a time; only if that is
+                     faster by the cost model.  If the workspace limit is too small for the whole batch, all steps but
+                     pack_weight run for a few samples at a time
+    (pack_weight)    weight -> workspace, in the order in which the GEMM reads it; skipped if the weight has that order
+    implicit_gemm    one tile of the result per thread block; bias, residual and activation are fused in its epilogue
+    (epilogue)       only if several blocks share a tile's sum: adds their partial sums and finishes the result
 
-The phases of a transposed convolution (``polyphase.py``) are one grid, several of which a launch does: blocks of one phase
-and of the next follow each other, and what they store into the same lines meets in the L2 cache.
+One launch computes several phases of a transposed convolution (``polyphase.py``) in one grid.  Blocks of consecutive
+phases are neighbours in the grid, so that their stores to the same lines merge in the L2 cache.
 
-Every arithmetic the dtype has on the GPU, every way to read the inputs and every tile is drafted; the cost model picks.
+The planner drafts all arithmetics for the dtype, ways to read the inputs, and tiles; the cost model picks one draft.
 """
 
 from __future__ import annotations
@@ -58,40 +59,42 @@ from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step, counted
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
+#: K-slabs in flight: stages of the pipeline (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3
-#: Rows and columns of a tile -> threads that work on it.
+#: Rows and columns of a tile -> threads per block.
 TILES = {(128, 128): 256, (64, 64): 128}
-#: Tiles that ask L2 for fewer bytes an operation; for 16-byte copies, beside which registers hold so many sums.
+#: Tiles that read fewer bytes per operation from L2.  Only 16-byte copies leave enough registers for this many sums.
 WIDE_TILES = {(128, 256): 256, (64, 256): 128}
-#: Rows and columns of a tile that pass through shared memory together on their way to the result.
+#: Rows (by tile) and columns of the part of a tile that the epilogue moves through shared memory at a time.
 WARP_ROWS, PART_COLUMNS = {(128, 128): 64, (64, 64): 32, (128, 256): 64, (64, 256): 64}, 128
-#: Channels of a K-chunk (kernels/reduction.cuh) where threads run along pixels.
+#: Channels per K-chunk (kernels/reduction.cuh) if neighbouring threads read neighbouring pixels.
 PIXEL_K_CHUNK = 4
-#: K-slabs that a share of a split sum has at the least: fewer would not fill the pipeline.
+#: Minimum number of K-slabs per share of a split sum: fewer would not fill the pipeline.
 SMALLEST_SHARE = 4
-#: Real products that a product of two numbers takes (kernels/complex_tile.cuh).  A warp that has 32 x 32 sums issues 507
-#: instructions for a K-slab of 16-byte copies, 72 of them products; with four real products for a complex one 491 and 96.  A
-#: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
-#: 507 against 614.
+#: Real products per complex product (kernels/complex_tile.cuh).  With three, a warp with 32 x 32 sums issues 507
+#: instructions for a K-slab of 16-byte copies, 72 of which are products; with four, it issues 491, 96 of which are
+#: products.  A TF32 product takes 8 clocks on an A100 and, at the rate that mma.sync reaches, about 6.4 on an H200.  So
+#: a slab takes 576 clocks instead of 768 on an A100, and 507 (bound by issued instructions) instead of 614 on an H200.
 #:
-#: There are no three for complex128: a slab's products are summed apart, so that operands that overflow as they are added could
-#: be seen, and a warp of 32 x 32 sums has no registers for that.  Written out for a tile of 64 x 64 and counted in SASS, even
-#: without such a check: three products take 254 registers and spill 16 bytes on sm_80 (48 mma.m8n8k4 a slab), 255 and 236
-#: bytes on sm_90 (24 mma.m16n8k4), and 77 additions of doubles besides; four take 206 registers (64) and 216 (32), no spills.
-#: On an H200 that is 24 x 17 + 77 x 2 = 562 clocks against 32 x 17 = 544; on an A100, with half as many units for doubles,
-#: 48 x 16 + 77 x 4 = 1,076 against 64 x 16 = 1,024.
+#: There is no variant with three products for complex128.  It would have to accumulate each slab's products separately,
+#: to detect operands that overflow when they are added, and a warp with 32 x 32 sums has too few registers for that.
+#: Figures from SASS for a 64 x 64 tile, even without such a check: three products need 254 registers and spill 16 bytes
+#: on sm_80 (48 mma.m8n8k4 per slab), and need 255 and spill 236 bytes on sm_90 (24 mma.m16n8k4), plus 77 additions of
+#: doubles.  Four products need 206 registers on sm_80 (64 mma) and 216 on sm_90 (32 mma), without spills.  On an H200
+#: that is 24 x 17 + 77 x 2 = 562 clocks for three and 32 x 17 = 544 for four.  On an A100, which has half as many units
+#: for doubles, it is 48 x 16 + 77 x 4 = 1,076 for three and 64 x 16 = 1,024 for four.
 REAL_PRODUCTS = {"complex64": 3}
-#: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
+#: Bits of the word that packs the three indices of an output pixel (TilePixel of kernels/gather.cuh).
 PLACE_BITS = 32
-#: Bits for the taps of a pixel's window, of each axis by itself (TapCursor of kernels/gather.cuh).
+#: Bits for the taps of a pixel's window: one bit per kernel index along each axis (TapCursor of kernels/gather.cuh).
 TAP_BITS = 31
 
 
 def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) -> tuple[tuple[int, int], ...]:
-    """With a prologue there is one tile, and so for numbers of 8 bytes but doubles on tensor cores.
+    """Return the tiles that the kernel has for a dtype, an arithmetic and a gather direction.
 
-    A warp's part of 64 x 64 sums is for sums of 4 bytes that are not summed apart first: others do not fit the registers.
+    Only the 64 x 64 tile exists with a prologue, and for 8-byte numbers other than doubles on tensor cores.  Wide tiles
+    have 64 x 64 sums per warp.  These fit the registers only if they have 4 bytes and need no second sum per slab.
     """
     if has_prologue or (ITEMSIZE[dtype] == 8 and arithmetic != "MMA"):
         return ((64, 64),)
@@ -100,15 +103,16 @@ def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) 
 
 
 def draft_implicit_gemm(problem: ConvProblem) -> Draft:
-    """The cheapest plan of method "implicit_gemm", or raise `NotApplicable`."""
+    """Return the cheapest draft of method "implicit_gemm", or raise `NotApplicable`."""
     geometry = problem.geometry
     return draft_phases(problem, Phases((Phase(problem.weight, geometry.out_size, geometry.kernel, geometry.before),)))
 
 
 def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
-    """The same for several convolutions in one grid.
+    """Return the cheapest draft that computes several convolutions in one grid, or raise `NotApplicable`.
 
-    They are the problem's but for what a phase has of its own; its kernel and padding have room for those of all.
+    Each `Phase` has its own weight, sizes and padding; `problem` holds everything else.  The kernel size and padding of
+    `problem` are the maximum over all phases.
     """
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     if is_complex(problem.out.dtype) and (dtype not in REAL_PRODUCTS or not problem.is_one_kind):
@@ -143,7 +147,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
 
 @dataclass(frozen=True)
 class Way:
-    """How the inputs are read: as the problem has them, in this direction, after these steps; moved so many samples at a time."""
+    """A way to read the inputs; if `samples` is not 0, `_draft_of` adds steps that move that many at a time."""
 
     problem: ConvProblem
     gather: str
@@ -154,14 +158,14 @@ class Way:
 
 
 def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
-    """Where the inputs lie; and moved first, where that makes chunks of what would be gathered by elements."""
+    """Return the ways to read the inputs: in place, and also moved first if that replaces a gather by elements."""
     chunked = arithmetic != "FMA"
     gather, notes = _gather(problem, chunked)
     ways = [Way(problem, gather, notes)]
     if chunked and gather == "ALONG_PIXELS":
         with suppress(NotApplicable):
             one = channels_last(_samples(problem, 0, 1))
-            most = problem.limit // 2 // one.buffer.nbytes  # the rest is for the weight, and for sums
+            most = problem.limit // 2 // one.buffer.nbytes  # the other half is for weight and sums
             if problem.geometry.batch * one.buffer.nbytes < problem.limit:
                 ways.append(_moved(problem))
             elif most:
@@ -175,7 +179,7 @@ def _moved(problem: ConvProblem) -> Way:
 
 
 def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
-    """The problem for some of the samples."""
+    """Return the problem for `count` samples, starting at `first`."""
     images = {name: getattr(problem, name) for name in ("out", "residual", "pre")}
     return replace(
         problem,
@@ -186,7 +190,7 @@ def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
 
 
 def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
-    """The draft of a way; some samples at a time where it says so, by a weight that is packed once."""
+    """Draft one way to read the inputs; if it moves some samples at a time, the weight is still packed only once."""
     if not way.samples:
         return _draft(way, phases, arithmetic, tile)
 
@@ -212,7 +216,7 @@ def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) 
 
 
 class _Tiles:
-    """The tiles of a way's result, and the slabs of their sums: what the kernel is compiled and launched for."""
+    """The tiles of the result and the K-slabs of their sums, which set the kernel's macros and grid."""
 
     def __init__(self, way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> None:
         self.problem, self.gather, self.arithmetic, self.tile = way.problem, way.gather, arithmetic, tile
@@ -221,23 +225,23 @@ class _Tiles:
         self.shared_bytes = shared_bytes(tile, arithmetic, accumulator(way.problem.x_dtype))
         k_chunk = VECTOR_BYTES // self.itemsize if way.gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
         self.cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // self.itemsize)
-        #: Of all phases, along rows; of each phase, along columns.
+        #: Tiles along the rows, the same for all phases; tiles along the columns, per phase.
         self.rows = -(-geometry.group_outputs // tile_m) * geometry.groups
         self.columns = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
-        #: Blocks of a grid that has as many tiles for each phase.
+        #: Blocks of the grid, which has equally many tiles for every phase.
         self.blocks = self.rows * max(self.columns) * len(self.columns)
 
     def priced(self, launch: KernelLaunch, slabs_per_split: int) -> KernelLaunch:
-        """The launch with what it asks L2 for, and with what its arithmetic takes."""
+        """Return the launch with its estimated L2 bytes and arithmetic time."""
         problem, (tile_m, tile_n), gpu = self.problem, self.tile, self.problem.gpu
         rate = cost.product_rate(self.arithmetic, problem.x_dtype, gpu) * cost.IMPLICIT_GEMM[self.tile]
         if gpu.shared_bytes + RESERVED_SHARED < 2 * (self.shared_bytes + RESERVED_SHARED):
-            rate *= self.threads / BUSY_THREADS  # one block to a multiprocessor
-        # Of a block, on the average of the phases.
+            rate *= self.threads / BUSY_THREADS  # only one block fits a multiprocessor
+        # Slabs per block, averaged over the phases.
         all_slabs = sum(map(mul, self.columns, self.cut.slabs))
         slabs = slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
         operations = 2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab
-        # Taps of a row read what the one before has left in L1.
+        # A tap reads again what the tap before it in the kernel row has left in L1.
         columns = tile_n / problem.geometry.kernel[2]
         l2_bytes = slabs * SLAB_BYTES * (tile_m * weight_parts(self.arithmetic, tile_m) + columns)
         issued = slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile]
@@ -249,10 +253,10 @@ class _Tiles:
         return replace(launch, l2_bytes=blocks * l2_bytes, arithmetic_seconds=seconds)
 
     def _shared_lines(self) -> int:
-        """Lines that go to and from shared memory for a K-slab of a block.
+        """Lines that a block reads from and writes to shared memory or L1 per K-slab.
 
-        Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
-        store, and to load those where they lie.
+        Each warp reads the two edges of its part, and the block writes the two edges of the tile.  If a warp gathers by
+        elements, it stores one line and loads every line that its elements touch.
         """
         tile_m, tile_n = self.tile
         parts, warps = weight_parts(self.arithmetic, tile_m), self.threads // WARP
@@ -282,7 +286,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     splits = -(-most_slabs // slabs_per_split)
     out, plane = problem.out, 0
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
-    written = [each for each in (out, problem.residual, problem.pre) if each]  # and read
+    written = [each for each in (out, problem.residual, problem.pre) if each]  # the residual is read
     if splits > 1:
         out, plane, written = sums, prod(sums.shape), [sums] * splits
         epilogue = epilogue_params(None, None)
@@ -337,25 +341,25 @@ def _flops(problem: ConvProblem, phases: Phases) -> int:
 
 
 def _apart(out: Operand, apart: Triple) -> Operand:
-    """The result as a phase sees it: its elements as neighbours."""
+    """Return the result as one phase sees it: the elements of that phase are neighbours."""
     return replace(out, strides=(*out.strides[:2], *map(mul, apart, out.strides[2:])))
 
 
 def _steps_params(geometry: ConvGeometry, phases: Phases) -> tuple[Any, ...]:
-    """The C++ struct Steps."""
+    """Return the fields of the C++ struct Steps."""
     mode = PADDING_MODES.index(geometry.padding_mode)
     has_too_many = any(sum(phase.kernel) > TAP_BITS for phase in phases.each)
     return geometry.size, geometry.stride, geometry.dilation, mode, int(mode != 0 or has_too_many)
 
 
 def _phase_params(phase: Phase, first_slab: int, out: Operand) -> tuple[Any, ...]:
-    """The C++ struct Phase."""
+    """Return the fields of the C++ struct Phase."""
     first_element = sum(map(mul, phase.first, out.strides[2:]))
     return first_element, phase.out_size, phase.kernel, phase.before, first_slab
 
 
 def shared_bytes(tile: tuple[int, int], arithmetic: str, sums: str) -> int:
-    """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
+    """Size of `Shared` of kernels/implicit_gemm.cu: a packed pixel per column, then stages or an epilogue's part."""
     tile_m, tile_n = tile
     stages = STAGES * (tile_m * weight_parts(arithmetic, tile_m) + tile_n) * SLAB_BYTES
     part = WARP_ROWS[tile] * (min(tile_n, PART_COLUMNS) + 8) * ITEMSIZE[sums]
@@ -363,20 +367,21 @@ def shared_bytes(tile: tuple[int, int], arithmetic: str, sums: str) -> int:
 
 
 def _index_bits(phases: Phases) -> tuple[int, ...]:
-    """Bits of the largest index of a phase's output pixel along each axis."""
+    """Return the bits of the largest output index along each axis, over all phases."""
     return tuple((max(sizes) - 1).bit_length() for sizes in zip(*(phase.out_size for phase in phases.each)))
 
 
 def _place_bits(phases: Phases) -> tuple[int, int]:
-    """The C++ struct PlaceBits."""
+    """Return the fields of the C++ struct PlaceBits."""
     _, height, width = _index_bits(phases)
     return height + width, width
 
 
 def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
-    """What neighbouring threads gather: a direction of kernels/gather.cuh; notes where channels-last inputs miss that.
+    """Return what neighbouring threads gather, a direction of kernels/gather.cuh, and notes for `explain`.
 
-    An arithmetic that reads its tiles along K wants them in chunks of 16 bytes, all aligned.
+    A note says why channels-last inputs are gathered by elements.  A `chunked` arithmetic reads its tiles along K and
+    needs them in aligned chunks of 16 bytes.
     """
     xs = problem.xs
     if problem.geometry.is_pointwise and not problem.prologue and vector_width(xs, xs[0].pixels) > 1:

@@ -1,12 +1,13 @@
-"""The gradient of a weight by method "implicit_gemm": a product over pixels whose columns are never stored.
+"""The gradient of a weight by method "implicit_gemm": a GEMM over pixels whose columns are never stored.
 
 ::
 
-    (channels_last)            inputs, gradient -> workspace, each where its pixels cannot be copied in whole chunks of channels
-    implicit_weight_gradient   a tile of the gradient, over a part of the pixels, a block of threads
-    (epilogue)                 adds the parts in their order and rounds; not where one part is the result
+    (channels_last)            inputs, gradient -> workspace, each only if its pixels are not whole chunks of channels
+    implicit_weight_gradient   one tile of the gradient over a part of the pixels per thread block
+    (epilogue)                 adds the parts in order and rounds; skipped if a single part is the result
 
-Every arithmetic the dtype has on the GPU, both tiles and a few numbers of parts are drafted; the cost model picks.
+The planner drafts every arithmetic that the GPU has for the dtype, both tiles, and a few numbers of parts.  The cost
+model picks one.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step, counted
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, WeightGradientProblem
 
-#: Rows and columns of a tile -> threads that work on it, and K-slabs in flight, of kernels/implicit_weight_gradient.cu.
+#: Rows and columns of a tile -> threads per block, and the pipeline's stages, of kernels/implicit_weight_gradient.cu.
 TILES = {(64, 128): 128, (128, 128): 256}
 STAGES = 4
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-#: Rounds of blocks, one after the other on the same multiprocessors, that a sum is cut for.
+#: Numbers of rounds of blocks per multiprocessor for which a sum may be cut.
 ROUNDS = (1, 2, 4)
-#: K-slabs that a part of the sum has at the least: fewer would not fill the pipeline.
+#: Minimum number of K-slabs per part of the sum: fewer would not fill the pipeline.
 SMALLEST_SHARE = 2 * STAGES
 
 
 def draft_implicit(problem: WeightGradientProblem) -> Draft:
-    """The cheapest plan, or raise `NotApplicable`."""
+    """Return the cheapest draft, or raise `NotApplicable`."""
     gpu, dtype = problem.gpu, problem.out.dtype
     if dtype not in DTYPES:
         raise NotApplicable(f"no such kernel for {dtype}")
@@ -72,9 +73,9 @@ def draft_implicit(problem: WeightGradientProblem) -> Draft:
 
 
 def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, list[MovedImage]]:
-    """The problem with images whose pixels are whole chunks of channels, and those of them that have to be moved first.
+    """Return the problem with images whose pixels are whole chunks of channels, and the images that are moved first.
 
-    Without groups what is moved has channels of zeros behind its own; the geometry counts them too.
+    Without groups, a moved image is padded by channels of zeros, which the geometry counts too.
     """
     geometry, chunk, moves = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.out.dtype], []
     if geometry.groups > 1 and (geometry.group_channels % chunk or geometry.group_outputs % chunk):
@@ -95,7 +96,7 @@ def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, l
 
 
 def _is_copied(image: Operand) -> bool:
-    """Whether 16 bytes of a pixel's channels, of which there are whole chunks, are one that can be copied."""
+    """Return whether every chunk of a pixel's channels can be copied as 16 aligned bytes."""
     chunk, aligned = VECTOR_BYTES // image.itemsize, image.alignment >= VECTOR_BYTES
     return aligned and image.stride_c == 1 and not any(image.strides[i] % chunk for i in (0, 2, 3, 4))
 
@@ -103,12 +104,12 @@ def _is_copied(image: Operand) -> bool:
 def _after(
     problem: WeightGradientProblem, moved: MovedImage, geometry: ConvGeometry, **images: Any
 ) -> WeightGradientProblem:
-    """The problem whose images one launch has moved."""
+    """Return the problem after a launch has moved some of its images."""
     return replace(problem, geometry=geometry, workspace_limit=problem.limit - moved.buffer.space, **images)
 
 
 def _check_sizes(problem: WeightGradientProblem) -> None:
-    """NotApplicable where the kernel cannot count."""
+    """Raise `NotApplicable` if a number exceeds what the kernel can count."""
     geometry = problem.geometry
     steps = [abs(x.strides[axis]) for x in problem.xs for axis in (2, 3, 4)]
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
@@ -134,7 +135,7 @@ def _draft(
     parts = -(-slabs // slabs_per_part)
 
     result, strides = out, (geometry.reduction, 1, geometry.group_channels)
-    if out.pixel_stride is not None:  # in the order of the sums, so that the epilogue reads neighbours together
+    if out.pixel_stride is not None:  # in the order of the sums, so that the epilogue's reads are contiguous
         result, strides = _by_taps(out, out.pixel_stride), (geometry.reduction, geometry.group_channels, 1)
     in_place = (
         parts == 1
@@ -144,7 +145,7 @@ def _draft(
     )
     sums = Address(out.name, out.offset) if in_place else Address("sums")
     blocks = tiles * parts
-    operations = 2 * tile_m * tile_n * slabs_per_part * slab  # of a block
+    operations = 2 * tile_m * tile_n * slabs_per_part * slab  # per block
     l2_bytes = blocks * slabs_per_part * SLAB_BYTES * (tile_m + tile_n)
     rate = cost.product_rate(arithmetic, out.dtype, gpu) * cost.IMPLICIT_WEIGHT_GRADIENT[tile]
     products = KernelLaunch(
@@ -165,7 +166,7 @@ def _draft(
         shared_bytes=shared_bytes(tile),
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(problem.xs) + problem.grad.nbytes + parts * plane * ITEMSIZE[dtype],
-        flops=problem.flops // plane * prod(out.shape),  # but for those of zeros
+        flops=problem.flops // plane * prod(out.shape),  # without products of padding
         l2_bytes=l2_bytes,
         arithmetic_seconds=max(
             cost.seconds_in_rounds(blocks, operations, rate, gpu), l2_bytes / (gpu.bandwidth * cost.L2_SPEED)
@@ -176,7 +177,7 @@ def _draft(
     if not in_place:
         buffer = Buffer("sums", parts * plane * ITEMSIZE[dtype])
         finish = finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane))
-        steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # those of zeros lie between the others
+        steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # includes the sums of padding
         workspace.append(buffer)
     words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {counted(parts, 'part')} of the sum"
     words += ", the inputs moved first" if moves else ""
@@ -184,23 +185,23 @@ def _draft(
 
 
 def _parts(blocks: int, tiles: int, slabs: int) -> int:
-    """Parts of the sum that make so many blocks, none shorter than fills the pipeline."""
+    """Return the number of parts that gives this many blocks, each part long enough to fill the pipeline."""
     return min(blocks // tiles, slabs // SMALLEST_SHARE, GRID_Y)
 
 
 def _row_stride(grad: Operand) -> int | None:
-    """From one pixel of grad to the next, those of all samples in one row; None where no single stride does it."""
+    """Return the stride of grad's pixels if those of all samples form one row with a single stride, else None."""
     if grad.shape[0] * grad.pixels == 1:
         return 0
     return collapsed_stride((grad.shape[0], *grad.shape[2:]), (grad.stride_n, *grad.strides[2:]))
 
 
 def _by_taps(out: Operand, stride: int) -> Operand:
-    """The result with its taps, `stride` apart, as channels, and its channels as pixels."""
+    """View the result with its taps, `stride` elements apart, as channels, and its channels as pixels."""
     shape = (out.shape[0], out.pixels, 1, 1, out.shape[1])
     return out.view(shape, (out.stride_n, stride, 0, 0, out.stride_c), 0)
 
 
 def shared_bytes(tile: tuple[int, int]) -> int:
-    """The stages of kernels/implicit_weight_gradient.cu."""
+    """Return the bytes of all stages of kernels/implicit_weight_gradient.cu."""
     return STAGES * sum(tile) * SLAB_BYTES

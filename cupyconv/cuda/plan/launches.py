@@ -1,7 +1,7 @@
-"""What launches share: the parameters that many kernels take, and how work is cut into a grid.
+"""Helpers for kernel launches: parameters that many kernels share, and the division of work into a grid.
 
-The values of a launch's `params` follow the C++ structs of ``kernels/*.cuh`` field by field: a struct
-is a tuple, a pointer an `Address` or None.
+The values of a launch's `params` match the C++ structs of ``kernels/*.cuh`` field by field.  A struct is a tuple; a
+pointer is an `Address` or None.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import Address, Kernel
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
-#: Limits of a grid along x and y; the kernels loop beyond them.
+#: Maximum size of a grid along x and y; kernels loop over larger sizes.
 GRID_X, GRID_Y = 2**31 - 1, 65535
-#: What a kernel counts in int32 is at most this.
+#: Maximum of whatever a kernel counts in int32.
 INT32 = 2**31 - 1
 WARP = 32
-#: What a thread moves at once where neighbours lie side by side: a vector of elements.
+#: Bytes of one vectorized access, for contiguous elements.
 VECTOR_BYTES = 16
 
 
 def convolution_params(
     problem: ConvProblem, result: Operand, epilogue: tuple[object, ...]
 ) -> tuple[tuple[str, Any], ...]:
-    """What the parameters of direct.cu and depthwise.cu begin with."""
+    """Return the first parameters of direct.cu and depthwise.cu."""
     geometry = problem.geometry
     return (
         ("sources", sources_params(problem.xs)),
@@ -51,13 +51,13 @@ def epilogue_params(
     first_sample: int = 0,
     pre: Operand | None = None,
 ) -> tuple[Any, ...]:
-    """The C++ struct Epilogue; `pre` is laid out as the result is."""
+    """Return the fields of the C++ struct Epilogue; `pre` has the layout of the result."""
     low, high = activation.bounds or (activation.alpha, activation.beta)
     return (address(bias), image(residual, first_sample), image(pre, first_sample)[0], low, high, activation.code)
 
 
 def prologue_params(prologue: Prologue, first_channel: int = 0) -> tuple[Any, ...]:
-    """The C++ struct Prologue, from a channel on."""
+    """Return the fields of the C++ struct Prologue, starting at a channel."""
     vectors = [
         (Address(v.name, v.offset + first_channel * v.stride_c * v.itemsize), v.stride_c) if v else (None, 0)
         for v in (prologue.scale, prologue.shift)
@@ -69,23 +69,23 @@ def prologue_params(prologue: Prologue, first_channel: int = 0) -> tuple[Any, ..
 
 
 def prologue_words(prologue: Prologue) -> str:
-    """What a launch works on where that is not the inputs as they lie."""
+    """Return the words that name the prologue in the purpose of a launch, empty without one."""
     return f" of {prologue}" if prologue else ""
 
 
 def variant(name: str, prologue: Prologue = NO_PROLOGUE, /, **macros: object) -> Kernel:
-    """A kernel by its macros; without a prologue it has no code for one."""
+    """Return a kernel with these macros; only with a prologue is the kernel compiled with code for one."""
     transforms = {"PROLOGUE": 1} if prologue else {}
     return Kernel(name, tuple((macro, str(value)) for macro, value in (macros | transforms).items()))
 
 
 def address(operand: Operand | None) -> Address | None:
-    """Where the first element is."""
+    """Return the address of the first element; None without an operand."""
     return Address(operand.name, operand.offset) if operand else None
 
 
 def image(operand: Operand | None, first_sample: int = 0) -> tuple[Any, ...]:
-    """The C++ struct Image, from a sample on."""
+    """Return the fields of the C++ struct Image, starting at a sample."""
     if operand is None:
         return None, 0, 0, (0, 0, 0)
     offset = operand.offset + first_sample * operand.stride_n * operand.itemsize
@@ -93,7 +93,7 @@ def image(operand: Operand | None, first_sample: int = 0) -> tuple[Any, ...]:
 
 
 def collapse(images: Sequence[Operand]) -> tuple[Triple, list[Operand]]:
-    """The size of images, and these with their spatial axes as one where every one of them allows it, else as they are."""
+    """Return the spatial size and the images, with all spatial axes joined into one if every image allows it."""
     depth, height, width = images[0].shape[2:]
     flat = []
     for operand in images:
@@ -106,9 +106,9 @@ def collapse(images: Sequence[Operand]) -> tuple[Triple, list[Operand]]:
 
 
 def vector_width(images: Sequence[Operand], pixels: int) -> int:
-    """Neighbouring pixels that one 16-byte access may move in all of the images: 16 bytes of them, or 1.
+    """Return how many neighbouring pixels one 16-byte access may move in all images: 16 bytes of pixels, or 1.
 
-    Needs unit pixel stride, aligned rows and a whole number of vectors per row.
+    Vectorized access needs unit pixel stride, aligned rows and a whole number of vectors per row.
     """
     width = VECTOR_BYTES // images[0].itemsize
     aligned = all(
@@ -122,29 +122,29 @@ def vector_width(images: Sequence[Operand], pixels: int) -> int:
 
 
 def is_along_channels(out: Operand) -> bool:
-    """Whether neighbours in memory are channels of a pixel rather than pixels of a channel."""
-    return out.stride_c == 1 and (out.pixels == 1 or out.pixel_stride != 1)  # of a lone channel it is 0
+    """Return whether neighbours in memory are channels of one pixel rather than pixels of one channel."""
+    return out.stride_c == 1 and (out.pixels == 1 or out.pixel_stride != 1)  # `stride_c` of a single channel is 0
 
 
 def bytes_of(images: Iterable[Operand]) -> int:
-    """All images, read once."""
+    """Return the bytes of all images, each read once."""
     return sum(operand.nbytes for operand in images)
 
 
 def sources_params(xs: Sequence[Operand], first_sample: int = 0) -> tuple[Any, ...]:
-    """The C++ struct Sources, from a sample on."""
+    """Return the fields of the C++ struct Sources, starting at a sample."""
     firsts = accumulate((x.shape[1] for x in xs), initial=0)
     return tuple((image(x, first_sample), first, x.shape[1]) for x, first in zip(xs, firsts)), len(xs)
 
 
 def groups_params(geometry: ConvGeometry) -> tuple[tuple[str, int], ...]:
-    """How many groups there are, and of what size: fields of many kernels."""
+    """Return the fields, used by many kernels, for the number of groups and their channels and outputs."""
     names = ("groups", "group_channels", "group_outputs")
     return tuple((name, getattr(geometry, name)) for name in names)
 
 
 def windows_params(windows: Windows) -> tuple[Any, ...]:
-    """The C++ struct Windows."""
+    """Return the fields of the C++ struct Windows."""
     return (
         windows.size,
         windows.out_size,
@@ -157,7 +157,7 @@ def windows_params(windows: Windows) -> tuple[Any, ...]:
 
 
 def adjoint_params(windows: Windows) -> tuple[Any, ...]:
-    """The C++ struct Adjoint."""
+    """Return the fields of the C++ struct Adjoint."""
     common = [gcd(s, d) for s, d in zip(windows.stride, windows.dilation)]
     return (
         tuple(
@@ -170,7 +170,10 @@ def adjoint_params(windows: Windows) -> tuple[Any, ...]:
 
 
 def grid_and_block(samples: int, pixels: int, width: int, rows: int, largest: int) -> tuple[Triple, int]:
-    """Shares of `width` pixels of all samples along x, rows along y; whole warps, no more than there are shares."""
+    """Return a grid with shares of `width` pixels of all samples along x and rows along y, and the threads per block.
+
+    A block has whole warps, and no more than the shares need.
+    """
     shares = samples * -(-pixels // width)
     block = min(largest, max(32, -(-shares // 32) * 32))
     return (min(-(-shares // block), GRID_X), min(rows, GRID_Y), 1), block

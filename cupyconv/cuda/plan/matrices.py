@@ -1,8 +1,8 @@
-"""Images, weights and workspace as the matrices of batched products: where they lie, and how cuBLAS can address them.
+"""Images, weights and workspace as the matrices of batched GEMMs, and how cuBLAS can address them.
 
-An array is used where it lies if cuBLAS can read it there: unit pixel stride with channels `ld` apart,
-or unit channel stride with pixels `ld` apart (channels-last, a transposed matrix).  Any other is
-gathered into workspace first, chunk by chunk.
+An array is used in place if cuBLAS can read it: unit pixel stride with channels `ld` apart, or unit channel stride with
+pixels `ld` apart (channels-last, a transposed matrix).  Any other array is first gathered into workspace, chunk by
+chunk.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_wi
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Problem, Prologue
 
-#: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
+#: Limit for the int32 dimensions of cuBLAS, with some space for rounding up.
 MAX_DIMENSION = 2**30
-#: cuBLAS's limit on the matrices of one call.
+#: Maximum number of matrices in one cuBLAS call.
 MAX_BATCH = 65535
-#: Rows of columns are padded to this many elements, so that each starts on a 16-byte boundary.
+#: Rows of columns are padded to a multiple of this many elements, so that each starts on a 16-byte boundary.
 ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class MatrixView:
-    """`rows x columns` matrices in memory, `stride` elements from one sample's to the next.
+    """`rows x columns` matrices in memory, one per sample, `stride` elements apart.
 
-    Row-major with leading dimension `ld`; where `transposed`, it is the transpose that lies so.
+    The matrix is row-major with leading dimension `ld`; if `transposed`, its transpose is.
     """
 
     at: Address
@@ -62,17 +62,17 @@ class MatrixView:
         turned: bool = False,
         conjugated: bool = False,
     ) -> Matrix:
-        """An operand of a call from an element on, or its transpose, `stride` elements from one to the next."""
+        """Return a GEMM operand that starts at an element; its matrices are `stride` apart, transposed if `turned`."""
         return Matrix(self.start(row, column, sample), self.ld, stride, self.transposed != turned, conjugated)
 
     def as_real(self) -> MatrixView | None:
-        """A complex matrix as a real one with twice the columns; None where pixels and parts are no one axis."""
+        """Return a complex matrix as a real one with twice the columns; None if pixels and parts form no one axis."""
         if self.transposed or 2 * self.ld > MAX_DIMENSION:
             return None
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
 
     def joined(self, rows: int, columns: int, samples: int) -> MatrixView | None:
-        """The samples' matrices side by side as one, where a sample's last column is followed by the next's first."""
+        """Return the matrices of all samples as one, or None if the columns of the samples are not consecutive."""
         if samples > 1 and self.stride != columns * self.column_step:
             return None
         if self.transposed:
@@ -85,7 +85,7 @@ class MatrixView:
 def matrix_view(
     at: Address, itemsize: int, rows: int, row_stride: int, columns: int, column_stride: int | None, stride: int
 ) -> MatrixView | None:
-    """The matrix as cuBLAS can address it, with an int32 leading dimension; None where it cannot."""
+    """Return a view that cuBLAS can address, with an int32 leading dimension, or None."""
     if column_stride is None or stride < 0:
         return None
     if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= MAX_DIMENSION):
@@ -96,25 +96,25 @@ def matrix_view(
 
 
 def image_matrix(image: Operand) -> MatrixView | None:
-    """An image as `channels x pixels` matrices."""
+    """Return an image as `channels x pixels` matrices, or None."""
     at = Address(image.name, image.offset)
     channels = image.shape[1]
     if image.pixels == 1 and (image.stride_c == 1 or channels == 1) and channels <= image.stride_n <= MAX_DIMENSION:
-        return MatrixView(at, image.itemsize, image.stride_n, image.stride_n, True)  # samples are the pixels
+        return MatrixView(at, image.itemsize, image.stride_n, image.stride_n, True)  # samples act as pixels
     return matrix_view(
         at, image.itemsize, image.shape[1], image.stride_c, image.pixels, image.pixel_stride, image.stride_n
     )
 
 
 def weight_matrix(weight: Operand) -> MatrixView | None:
-    """A weight as one matrix `outputs x reduction`."""
+    """Return a weight as one `outputs x reduction` matrix, or None."""
     step = collapsed_stride(weight.shape[1:], weight.strides[1:])
     at = Address(weight.name, weight.offset)
     return matrix_view(at, weight.itemsize, weight.shape[0], weight.stride_n, prod(weight.shape[1:]), step, 0)
 
 
 def as_multiplied(view: MatrixView, components: int) -> MatrixView:
-    """Workspace as a product reads or writes it: complex numbers as pairs of real ones where there are two components."""
+    """Return workspace as a GEMM reads or writes it: with two components, complex numbers are pairs of real ones."""
     if components == 1:
         return view
     real = view.as_real()
@@ -124,17 +124,18 @@ def as_multiplied(view: MatrixView, components: int) -> MatrixView:
 
 @dataclass(frozen=True)
 class Factor:
-    """Consecutive rows of a product's factor that lie in one place: one image's, or the columns of all.
+    """Consecutive rows of a GEMM's factor that are stored together: those of one image, or the columns of all.
 
-    Without a `view` they are gathered into workspace: where `parts` is 2, all rows of real parts, then those of imaginary.
+    Without a `view`, the rows are gathered into workspace.  If `parts` is 2, the rows of real parts come first, then
+    the rows of imaginary parts.
     """
 
-    name: str  # of the workspace that they are gathered into
+    name: str  # of the workspace buffer for gathered rows
     first: int
     count: int
     images: tuple[Operand, ...]
     windows: Windows
-    dtype: str  # in which they are gathered
+    dtype: str  # of gathered rows
     view: MatrixView | None
     parts: int = 1
     prologue: Prologue = NO_PROLOGUE
@@ -145,7 +146,7 @@ class Factor:
         return 0 if self.view else self.parts * self.count * ITEMSIZE[self.dtype]
 
     def placed(self, chunk: Chunk, components: int, row: int) -> tuple[MatrixView, list[KernelLaunch]]:
-        """Where a chunk's part of the rows is multiplied, and what gathers it there: see `place`."""
+        """Return the view of a chunk's part of the rows, and the launches that gather it: see `place`."""
         if self.view is not None:
             return replace(self.view, at=self.view.start(0, chunk.first_pixel * components, chunk.first_sample)), []
         ld = row or row_length(chunk.pixels)
@@ -167,21 +168,21 @@ class Factor:
 def place(
     factors: Iterable[Factor], chunk: Chunk, components: int = 1, row: int = 0
 ) -> tuple[list[MatrixView], list[Step]]:
-    """Where a chunk of every factor is multiplied, and what gathers those that have to be.
+    """Return the views of a chunk of every factor, and the launches that gather those without a view in place.
 
-    Samples are gathered one after the other, or, where `row` is given, into one row of so many elements.
+    Samples are gathered one after the other, or, if `row` is given, side by side into rows of `row` elements.
     """
     placed = [factor.placed(chunk, components, row) for factor in factors]
     return [view for view, _ in placed], [launch for _, launches in placed for launch in launches]
 
 
 def gathered_buffers(factors: Iterable[Factor], pixels: int) -> list[Buffer]:
-    """Workspace of the factors that are gathered, for so many pixels at a time."""
+    """Return the workspace of the factors that are gathered, for `pixels` pixels at a time."""
     return [Buffer(each.name, each.bytes_per_pixel * pixels) for each in factors if each.view is None]
 
 
 def image_factors(images: Sequence[Operand], views: Sequence[MatrixView | None]) -> list[Factor]:
-    """Images as they are, the channels of one after those of the other; each where `views` say, or gathered."""
+    """Return one factor per image, with consecutive channels; each uses its view, or is gathered if that is None."""
     factors: list[Factor] = []
     first = 0
     for x, view in zip(images, views):
@@ -195,17 +196,17 @@ def image_factors(images: Sequence[Operand], views: Sequence[MatrixView | None])
 def column_factor(
     geometry: ConvGeometry, xs: tuple[Operand, ...], dtype: str, parts: int = 1, prologue: Prologue = NO_PROLOGUE
 ) -> Factor:
-    """The columns of all inputs."""
+    """Return the columns of all inputs as one factor."""
     return Factor("columns", 0, geometry.in_channels * geometry.taps, xs, geometry, dtype, None, parts, prologue)
 
 
 def is_in_segments(factors: Sequence[Factor], reduction: int) -> bool:
-    """Whether the rows of some group lie in more than one place."""
+    """Return whether the rows of some group are spread over several factors."""
     return any(factor.count and factor.first % reduction for factor in factors)
 
 
 def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int, int, int, int]]:
-    """For each factor with some of the rows from `begin` to `end`: which, the first there, the first here, how many."""
+    """Return (index, first row in the factor, first row from `begin`, count) for each factor with such rows."""
     found = []
     for i, factor in enumerate(factors):
         low, high = max(begin, factor.first), min(end, factor.first + factor.count)
@@ -215,12 +216,12 @@ def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int,
 
 
 def chunk_count(windows: Windows, samples: int, pixels: int) -> int:
-    """Chunks of at most so many pixels of so many samples."""
+    """Return the number of chunks of at most `pixels` pixels of `samples` samples."""
     return -(-windows.batch // samples) * -(-windows.pixels // pixels)
 
 
 def chunk_steps(windows: Windows, samples: int, pixels: int, steps_of: Callable[[Chunk], Sequence[Step]]) -> list[Step]:
-    """The steps of all pixels of all samples, in chunks of at most so many."""
+    """Return the steps for all pixels of all samples, in chunks of at most `pixels` pixels of `samples` samples."""
 
     def of_samples(first: int, count: int) -> list[Step]:
         whole, rest = divmod(windows.pixels, pixels)
@@ -233,14 +234,14 @@ def chunk_steps(windows: Windows, samples: int, pixels: int, steps_of: Callable[
 
 
 def refuse_chunk(problem: Problem, nbytes: int) -> NoReturn:
-    """Refuse a method whose smallest chunk passes the limit on workspace."""
+    """Raise `NotApplicable` because the smallest chunk exceeds the workspace limit."""
     raise NotApplicable(
         f"the smallest chunk of columns needs {nbytes:,} bytes of workspace, the limit is {problem.limit:,}"
     )
 
 
 def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:
-    """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
+    """Copy the weight to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
     kernel_as_image = pixel_windows(geometry.out_channels, geometry.group_channels, geometry.kernel)
     plane = geometry.out_channels * geometry.reduction
     shape = (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps)
@@ -257,23 +258,23 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
 
 
 def component(operand: Operand, which: int) -> Operand:
-    """The real (0) or imaginary (1) parts of a complex operand, as a real one."""
+    """Return the real (0) or imaginary (1) parts of a complex operand as a real operand."""
     dtype = real_part(operand.dtype)
     size, strides = ITEMSIZE[dtype], tuple(2 * stride for stride in operand.strides)
     return replace(operand, dtype=dtype, strides=strides, alignment=size, offset=operand.offset + which * size)
 
 
 def compute_type(dtype: str, allow_tf32: bool) -> str:
-    """What cuBLAS multiplies and adds matrices of a dtype in."""
+    """Return the type in which cuBLAS multiplies and adds matrices of a dtype."""
     real = accumulator(real_part(dtype))
     return "tf32" if allow_tf32 and real_part(dtype) == "float32" else real
 
 
 def row_length(pixels: int) -> int:
-    """Elements from one row of so many to the next."""
+    """Return the padded length of a row with this many pixels."""
     return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def even_rows(pixels: int, most: int) -> int:
-    """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
+    """Return the pixels per chunk, at most `most` (a multiple of `ROW_MULTIPLE`), that divide all pixels evenly."""
     return row_length(even_part(pixels, most))

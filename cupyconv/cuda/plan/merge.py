@@ -1,4 +1,4 @@
-"""The fused merge: a 1x1 convolution of many inputs whose weights lie in shared memory, and each input is read where it is."""
+"""The fused merge: a 1x1 convolution of many inputs, with weights in shared memory and every input read in place."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_MERGED, Kernel, KernelLaunch
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
-#: Limit on shared memory that needs no opt-in on any GPU.
+#: Maximum shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
-#: Outputs of a block of merge.cu, by the bytes of an element; on tensor cores, which have 16-bit types, eight are the least.
+#: Outputs per block of merge.cu, by bytes per element; tensor cores, used for 16-bit types, need at least eight.
 TILES = {2: (8, 16, 32), 4: (4, 8, 16), 8: (4, 8, 16)}
-#: The one tile with a prologue.
+#: The only tile with a prologue.
 PROLOGUE_TILE = 8
-#: Blocks that share a multiprocessor, by the bytes of an element and the tile: what it has registers for.  Where rows are not
-#: aligned, and with a prologue, some have less room.
+#: Blocks that fit the registers of a multiprocessor, by bytes per element and tile.  Fewer fit for some tiles if rows
+#: are not aligned, or with a prologue.
 BLOCKS = {(2, 8): 7, (2, 16): 5, (2, 32): 4, (4, 4): 7, (4, 8): 5, (4, 16): 4, (8, 4): 6, (8, 8): 4, (8, 16): 3}
 UNALIGNED_BLOCKS = {(2, 8): 6, (2, 32): 3, (8, 16): 2}
 PROLOGUE_BLOCKS = {(2, 8): 5, (8, 8): 3}
-#: Channels that a thread of merge.cu loads before it uses the first; threads of its block, and of those that share pixels.
+#: Channels that a thread of merge.cu loads before it uses the first one; threads per block; threads that share pixels.
 DEPTH, BLOCK = 4, 128
 SHARING = {2: 4, 4: 1, 8: 1}
-#: Elements between two rows of 16-bit weights, so that ldmatrix reads eight rows without conflicts.
+#: Padding elements between two rows of 16-bit weights, so that ldmatrix reads eight rows without bank conflicts.
 MATRIX_GAP = 8
 
 
 def draft_merge(problem: ConvProblem) -> Draft | None:
-    """The merge in one launch; None where the problem is no merge, or too large a one."""
+    """Draft the merge in one launch; return None if the problem is no merge, or is too large."""
     geometry, out, count = problem.geometry, problem.out, len(problem.xs)
     if not geometry.is_pointwise or geometry.groups > 1 or is_complex(out.dtype) or count > MAX_MERGED:
         return None
@@ -100,7 +100,7 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
 
 
 def merge_kernel(dtype: str, tile: int, vector: int, prologue: Prologue = NO_PROLOGUE) -> Kernel:
-    """The variant; one of its macros is how many of its blocks share a multiprocessor."""
+    """Return the variant of merge.cu; its macro BLOCKS is the number of blocks that share a multiprocessor."""
     key = ITEMSIZE[dtype], tile
     rooms = (BLOCKS, UNALIGNED_BLOCKS if vector == 1 else {}, PROLOGUE_BLOCKS if prologue else {})
     blocks = min(room[key] for room in rooms if key in room)
@@ -108,10 +108,10 @@ def merge_kernel(dtype: str, tile: int, vector: int, prologue: Prologue = NO_PRO
 
 
 def _blocks(shares: int, per_block: int, tiles: int, kernel: Kernel, shared_bytes: int, gpu: GpuModel) -> int:
-    """Blocks of a tile of outputs: as many as the GPU has room for beside those of the other tiles, or fewer.
+    """Return the blocks per tile of outputs: at most as many as the GPU holds together with the blocks of other tiles.
 
-    Each goes through all shares in steps of all blocks.  No more are launched than keep the number of steps, so that none
-    is left to a few blocks alone.
+    Each block loops over the shares with a step of all blocks.  The number is the smallest with the same number of
+    steps, so that no step is left to a few blocks.
     """
     registers = REGISTERS // (int(dict(kernel.macros)["BLOCKS"]) * BLOCK)
     room = gpu.multiprocessors * max(1, blocks_that_fit(registers // PIECE * PIECE, BLOCK, shared_bytes, gpu))
@@ -121,10 +121,10 @@ def _blocks(shares: int, per_block: int, tiles: int, kernel: Kernel, shared_byte
 
 
 def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLOGUE) -> int | None:
-    """Outputs of a block of the fused merge, or None where its weights do not fit.
+    """Return the outputs per block of the fused merge, or None if its weights do not fit shared memory.
 
-    The fewest tiles, since each reads every input, then the smallest.  A thread has 64 words of sums at the most: with
-    more, the compiler runs out of registers for three blocks on a multiprocessor.
+    The choice has the fewest tiles, since each tile reads every input, and then the smallest tile.  A thread has at
+    most 64 words of sums: with more, the compiler runs out of registers for three blocks per multiprocessor.
     """
     tiles = (PROLOGUE_TILE,) if prologue else TILES[ITEMSIZE[dtype]]
     fitting = [t for t in tiles if _shared_bytes(geometry, dtype, t, prologue) <= SHARED_BYTES]
@@ -132,13 +132,13 @@ def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLO
 
 
 def _depth(geometry: ConvGeometry, itemsize: int) -> int:
-    """The channels in whole slabs, those of a warp at a time."""
+    """Return the number of channels, rounded up to whole slabs, which a warp loads at a time."""
     slab = DEPTH * SHARING[itemsize]
     return -(-geometry.in_channels // slab) * slab
 
 
 def _shared_bytes(geometry: ConvGeometry, dtype: str, tile: int, prologue: Prologue) -> int:
-    """The biases of a tile, its weights, and a prologue's scales and shifts."""
+    """Return the shared memory for the biases and weights of a tile, and the scales and shifts of a prologue."""
     itemsize, depth = ITEMSIZE[dtype], _depth(geometry, ITEMSIZE[dtype])
     weights = tile * (depth + MATRIX_GAP) * itemsize if itemsize == 2 else tile * depth * itemsize
     return weights + (tile + 2 * geometry.in_channels * bool(prologue)) * ITEMSIZE[accumulator(dtype)]

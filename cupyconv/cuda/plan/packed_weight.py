@@ -1,11 +1,11 @@
-"""The sum of an implicit GEMM in slabs, and the weight as its kernel reads it: in the order of these.
+"""The K-slabs of an implicit GEMM, and the weight packed in their order, as its kernel reads it.
 
 ::
 
-    K     | input 0: channels x taps ...     | input 1 ...           |     padded for each input to chunks of channels
-          |  slab  |  slab  |  slab  |  ...                             what a block of threads multiplies at a time
+    K     | input 0: channels x taps ...     | input 1 ...           |     each input is padded to whole K-chunks
+          |  slab  |  slab  |  slab  |  ...                             a block of threads multiplies one slab at a time
 
-The host's side of kernels/reduction.cuh and kernels/pack_weight.cu.
+This is the host side of kernels/reduction.cuh and kernels/pack_weight.cu.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
-#: Bytes of K in a slab of the sum, as in kernels/warp_tile.cuh.
+#: Bytes of K per slab, as in kernels/warp_tile.cuh.
 SLAB_BYTES = 64
-#: What becomes of elements as the weight is packed (PackedAs of kernels/pack_weight.cu), in words.
+#: How packing changes the elements (PackedAs of kernels/pack_weight.cu), in words.
 PACKED_AS = ("", ", rounded to TF32", ", in two parts of TF32", ", conjugated")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the convolutions of a grid: by a weight of its own, into elements of the result that others lie between.
+    """One convolution of a grid: it has its own weight, and writes elements of the result between those of others.
 
-    They begin at the indices `first`.  Where windows begin inside the image, `before` is negative.
+    The first of these elements has the indices `first`.  `before` is negative if windows begin inside the image.
     """
 
     weight: Operand
@@ -52,7 +52,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Phases:
-    """The convolutions of a grid, whose elements of the result are `apart` along each axis."""
+    """The convolutions of a grid; each writes elements that are `apart` elements from each other along each axis."""
 
     each: tuple[Phase, ...]
     apart: Triple = (1, 1, 1)
@@ -60,9 +60,9 @@ class Phases:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How K is cut up.
+    """The division of K into K-chunks and slabs.
 
-    `slabs`, one number a phase, and `channels` are those of the group that has the most, `channels` padded to K-chunks.
+    `slabs`, one number per phase, and `channels`, padded to K-chunks, are the maximum over all groups.
     """
 
     k_chunk: int
@@ -72,7 +72,7 @@ class Reduction:
 
     @classmethod
     def of(cls, geometry: ConvGeometry, phases: Phases, k_chunk: int, slab: int) -> Self:
-        """K-chunks of so many channels, and slabs of so many elements."""
+        """Divide K into K-chunks of `k_chunk` channels and slabs of `slab` elements."""
         slabs, channels = [0] * len(phases.each), 0
         for runs in group_runs(geometry):
             padded = [-(-count // k_chunk) * k_chunk for count in runs]
@@ -83,14 +83,14 @@ class Reduction:
 
     @property
     def first_slabs(self) -> tuple[int, ...]:
-        """Where the slabs of each phase begin among those of a group."""
+        """Return the index of each phase's first slab among the slabs of a group."""
         return tuple(accumulate(self.slabs[:-1], initial=0))
 
 
 def group_runs(geometry: ConvGeometry) -> Iterable[list[int]]:
-    """For each group its runs: how many channels of an input it reads.
+    """Yield the runs of each group: how many channels of each input the group reads.
 
-    The first group stands for all where there is one input: they read as many channels, one after the other.
+    With one input, only the first group is yielded: all groups read equally many channels.
     """
     if len(geometry.channels) == 1:
         yield [geometry.group_channels]
@@ -105,17 +105,17 @@ def group_runs(geometry: ConvGeometry) -> Iterable[list[int]]:
 
 
 def runs_are_chunks(geometry: ConvGeometry, chunk: int) -> bool:
-    """Whether every run is whole chunks: then each begins with one, behind those that other groups read of its input."""
+    """Return whether the channels of every run are whole chunks; then every run also begins at a chunk of its input."""
     return not any(count % chunk for runs in group_runs(geometry) for count in runs)
 
 
 def weight_parts(arithmetic: str, tile_m: int) -> int:
-    """Numbers for each element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
+    """Return the numbers per element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
     return 2 if arithmetic == "TF32X3" and tile_m > 64 else 1
 
 
 class WeightInSlabs(NamedTuple):
-    """A weight as the kernel reads it: the C++ struct, and what it takes to have it so."""
+    """A weight as the kernel reads it: the fields of the C++ struct, and the workspace and steps that packing needs."""
 
     params: tuple[Any, ...]
     nbytes: int
@@ -126,7 +126,7 @@ class WeightInSlabs(NamedTuple):
 def weight_in_slabs(
     problem: ConvProblem, phases: Phases, cut: Reduction, arithmetic: str, tile_m: int
 ) -> WeightInSlabs:
-    """The weight where it lies, if it lies in slabs already; else packed, once where it is constant."""
+    """Return the weight in place if it is stored in slabs, else packed; a constant weight is packed only once."""
     weight, parts, outputs = problem.weight, weight_parts(arithmetic, tile_m), problem.geometry.group_outputs
     as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
     if as_it_is and not problem.conjugate and len(phases.each) == 1 and _lies_in_slabs(weight, problem.geometry, cut):
@@ -147,13 +147,13 @@ def weight_in_slabs(
 
 
 def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> bool:
-    """Whether K-slabs of rows [m][k] are there without packing: one tap, and every run's channels in whole slabs."""
+    """Return whether the weight has K-slabs of rows [m][k] without packing: one tap, and whole slabs in every run."""
     return (
         geometry.taps == 1
         and weight.stride_c == 1
         and weight.alignment >= VECTOR_BYTES
         and weight.strides[0] * weight.itemsize % VECTOR_BYTES == 0
-        and abs(weight.strides[0]) <= INT32 // 128  # from a thread's one row to its other it is an int32
+        and abs(weight.strides[0]) <= INT32 // 128  # the kernel counts the step between the rows of a thread in int32
         and runs_are_chunks(geometry, cut.slab)
     )
 
@@ -164,7 +164,7 @@ def _pack_weight_launch(
     geometry, along_k = problem.geometry, arithmetic != "FMA"
     packed_as = 3 if problem.conjugate else 2 if parts > 1 else int(arithmetic == "TF32")
     weights = [phase.weight for phase in phases.each]
-    # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
+    # A phase with one tap along an axis has step 0 there; all other phases have the same step.
     steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
     weight = replace(weights[0], strides=tuple(steps))
     nbytes = sum(each.nbytes for each in weights)

@@ -1,4 +1,4 @@
-"""Pooling and its gradients on a GPU: one launch for each image, one thread for a pixel of CHANNELS channels."""
+"""Pooling and its gradients on a GPU: one launch per image, one thread per pixel of `CHANNELS` channels."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from cupyconv.problem.passes import (
 )
 from cupyconv.problem.plan import Conversion, KernelLaunch, Plan
 
-#: Channels per thread of pool.cu and pool_gradient.cu: what it works out for a pixel serves them all.
+#: Channels per thread of pool.cu and pool_gradient.cu, which share the index arithmetic of the pixel.
 CHANNELS = 4
-#: Threads that go along the channels of a channels-last image, at most.
+#: Maximum number of neighbouring threads along the channels of a channels-last image.
 LANES = 32
-#: What a kernel makes of a window.
+#: What a kernel computes for a window.
 LARGEST, LARGEST_AND_PLACE, MEAN = "LARGEST", "LARGEST_AND_PLACE", "MEAN"
 
-#: `Counted` of a launch that counts no taps.
+#: The fields of `Counted` for a launch that does not count taps.
 _NO_COUNT = ((0, 0, 0), (0, 0, 0))
 
 
 def plan_max_pool(problem: MaxPoolProblem) -> Plan:
-    """The largest element of every window, and where it lies."""
+    """Plan the largest element of every window, and its index."""
     return problem.planned([_max_pool(one) for one in problem.each])
 
 
 def plan_avg_pool(problem: AvgPoolProblem) -> Plan:
-    """The mean of every window."""
+    """Plan the mean of every window."""
     return problem.planned([_avg_pool(one) for one in problem.each])
 
 
 def plan_max_pool_gradient(problem: MaxPoolGradientProblem) -> Plan:
-    """Each window's gradient, at the element that was its largest."""
+    """Plan the gradient of max pooling: each window passes its gradient to its largest element."""
     conversions: list[Conversion] = []
     steps = [_max_pool_gradient(one, conversions) for one in problem.each]
     return problem.planned(steps, conversions=tuple(conversions))
 
 
 def plan_avg_pool_gradient(problem: AvgPoolGradientProblem) -> Plan:
-    """Each window's gradient, in equal shares at all its elements."""
+    """Plan the gradient of average pooling: each window divides its gradient equally among its elements."""
     return problem.planned([_avg_pool_gradient(one) for one in problem.each])
 
 
@@ -85,7 +85,7 @@ def _launch(
     before_batch: tuple[tuple[str, Any], ...],
     *after_batch: tuple[str, Any],
 ) -> KernelLaunch:
-    """The launch that reads `images` of one problem and writes its results; the rest are parameters, by their place."""
+    """Return the launch that reads `images` and writes the results; the rest are parameters, by position."""
     windows, out = problem.windows, problem.outs[0]
     read = [operand for operand in images.values() if operand is not None]
     lanes = _lanes(read[0])
@@ -110,7 +110,7 @@ def _launch(
 
 
 def _lanes(x: Operand) -> int:
-    """Neighbouring threads that take neighbouring channels: 1 where it is pixels that lie side by side."""
+    """Return how many neighbouring threads compute neighbouring channels: 1 if pixels are contiguous instead."""
     pixel_steps = [abs(step) for extent, step in zip(x.shape[2:], x.strides[2:]) if extent > 1]
     if all(abs(x.stride_c) < step for step in pixel_steps):
         return max(1, min(LANES, -(-x.shape[1] // CHANNELS)))

@@ -1,6 +1,6 @@
-"""Back through a prologue on a GPU: the derivative where elements were transformed, and two sums per channel.
+"""The gradient of a prologue on a GPU: the derivative of the transformed elements, and two sums per channel.
 
-A block works on a part of the pixels of some channels, as on the way back through an epilogue.
+A block computes some channels of a part of the pixels, as in the gradient of an epilogue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cupyconv.problem.plan import Address, KernelLaunch, Plan
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
-    """One pass over the gradient and the input."""
+    """Plan one pass over the gradient and the input."""
     problem, conversions = converted(problem, x=problem.grad.dtype, prologue=problem.grad.dtype)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
     return problem.planned(steps, workspace=workspace, conversions=conversions)
@@ -26,7 +26,7 @@ def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = problem.grad.shape[:2]
     size, images = collapse(problem.images)
-    along_channels = all(operand.stride_c == 1 for operand in images)  # of a lone channel it is 0
+    along_channels = all(operand.stride_c == 1 for operand in images)  # `stride_c` of a single channel is 0
     width = 1 if along_channels else vector_width(images, prod(size))
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
     grad, x, *outs = images

@@ -2,13 +2,13 @@
 
 ::
 
-    projection       x of all steps through weight_ih, one GEMM a direction, into `gates`
-    recurrent_step   step by step: the recurrent product, all gates, the new state     (method "step")
-    recurrent_persistent                the same, all steps at once                    (method "persistent")
+    projection             x of all steps times weight_ih, one GEMM per direction, into `gates`
+    recurrent_step         one launch per step: recurrent product, all gates, new state     (method "step")
+    recurrent_persistent   the same in one launch for all steps                             (method "persistent")
 
-Both kernels write h to one half of `states` and read the other.  Where the gates of all steps pass the limit on
-workspace, the steps come in chunks, each with its projection.  A named method projects by a kernel of our own, so
-that a graph can capture the whole; "auto" may take cuBLAS.
+Both kernels write h to one half of `states` and read the other half.  If the gates of all steps exceed the workspace
+limit, the steps are cut into chunks, each with its own projection.  If the caller names a method, a kernel of this
+library computes the projection, so that a graph can capture the whole call; "auto" may use cuBLAS.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from cupyconv.problem.plan import Address, Buffer, GemmCall, KernelLaunch, Launc
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
-#: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
+#: Threads per block, and a warp as 4 (samples) x 8 (units) lanes: RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
-#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
+#: Bytes per row of the weight that a warp multiplies per K-block (STEP of kernels/recurrent_products.cuh).
 STEP_BYTES = 32
-#: Bytes behind each row of the state in shared memory (STATE_PAD there).
+#: Padding bytes after each row of the state in shared memory (STATE_PAD there).
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16, "TF32X3": 16}
-#: K-blocks on their way, by whether the weight is resident.
+#: K-blocks in flight, by whether the weight is resident in shared memory.
 STAGES = {False: 3, True: 4}
-#: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
+#: Elements between two counters, so that each has its own cache line (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's part of a step, with `samples` of each thread: the host's side of RecurrentTile."""
+    """A block's part of a step, with `samples` samples per thread: the host side of RecurrentTile."""
 
     dtype: str
     arithmetic: str
@@ -80,9 +80,9 @@ class Tile:
         return self.k_warps * STEP_BYTES // ITEMSIZE[self.dtype]
 
     def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
-        """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
+        """Return the bytes for the stages, whose memory partial sums reuse, plus the resident rows of all gates."""
         item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
-        partial = product_gates * self.rows * self.units * sums  # of a warp
+        partial = product_gates * self.rows * self.units * sums  # per warp
         if not self.resident:
             weight = product_gates * self.units * (self.k_block * item + VECTOR_BYTES)
             stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
@@ -93,20 +93,20 @@ class Tile:
 
 
 def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool = False) -> tuple[Tile, ...]:
-    """What a GPU may be asked for: tensor cores where it has them, but for float64, else CUDA cores."""
+    """Return the tiles for a GPU: on tensor cores if it has them, except for float64, else on CUDA cores."""
     if dtype == "float64" or gpu.capability < FIRST_MMA[dtype]:
-        # Eight samples of four gates in float64 pass the registers.
+        # Eight samples of four gates in float64 exceed the registers.
         samples = (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
         return tuple(Tile(dtype, "FMA", count, resident) for count in samples)
     arithmetic = "MMA" if ITEMSIZE[dtype] == 2 else "TF32" if allow_tf32 else "TF32X3"
     tiles = tuple(Tile(dtype, arithmetic, count, resident) for count in ((4,) if resident else (4, 8)))
-    if resident and arithmetic == "TF32X3":  # whose instructions take 16 samples, three for each product
+    if resident and arithmetic == "TF32X3":  # three instructions per product, of 16 samples each
         return (Tile(dtype, "FMA", 1, resident), *tiles)
     return tiles
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Plan a recurrent layer by ``problem.method``; raise ValueError if the method asked for does not apply."""
     names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
     problem, conversions = converted(problem, **dict.fromkeys(names, problem.dtype))
     return plan_chosen(problem, _draft, conversions, methods=RECURRENT_METHODS)
@@ -124,36 +124,36 @@ def _draft(method: str, problem: RecurrentProblem) -> Draft:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Steps whose gates are in memory together, counted as they are processed."""
+    """Steps whose gates are in memory at the same time, counted in processing order."""
 
     first: int
     count: int
 
     def time(self, sign: int, steps: int) -> int:
-        """The earliest of its times in a direction."""
+        """Return the earliest time of the chunk in a direction."""
         return self.first if sign > 0 else steps - self.first - self.count
 
 
 class _Layer:
-    """What both methods share of a plan."""
+    """The parts of a plan that both methods share."""
 
     def __init__(self, problem: RecurrentProblem) -> None:
         geometry = problem.geometry
         self.problem, self.gpu, self.geometry = problem, problem.gpu, geometry
         self.dtype, self.computed = problem.dtype, accumulator(problem.dtype)
-        #: What the gradient needs; of no steps it is empty, and has no room for what one product leaves to the next.
+        #: Arrays stored for the gradient.  Without steps, there are none: they would be too small for the reset state.
         self.kept = {operand.name: operand for operand in problem.kept if problem.geometry.steps}
-        #: Gates of a step's recurrent products, one after the other.
+        #: Gates per recurrent product of a step, one product after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
-        #: Methods of the convolution that projects the inputs; without instructions for a kernel of our own there is one.
+        #: Methods for the projection of the inputs: only "gemm" if the GPU has no instructions for "implicit_gemm".
         self.projecting: tuple[str, ...] = ("gemm",)
         if arithmetics(self.dtype, self.gpu, problem.allow_tf32):
             self.projecting = ("implicit_gemm", "gemm") if problem.method == "auto" else ("implicit_gemm",)
-        #: Elements of the gates of one direction and step.
+        #: Elements of the gates per direction and step.
         self.gates_per_step = geometry.batch * geometry.gates * geometry.hidden
 
     def single_step(self) -> Draft:
-        """A sequence of one step, whose kernel multiplies the inputs too."""
+        """Draft a sequence of one step, whose kernel also projects the inputs."""
         tile = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
         workspace = self._state_buffers(0) + _buffer("gates", self._gates_bytes(1) if len(self.products) > 1 else 0)
@@ -164,7 +164,7 @@ class _Layer:
         return Draft("step", launches, tuple(workspace), words, self._notes())
 
     def sequence(self, method: str) -> Draft:
-        """Projections, and what runs through their steps."""
+        """Draft the projections, and the launches that compute their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         persistent = method == "persistent"
         workspace = self._state_buffers(tiles_that_wait=prod(self._tiles(tile)[1:]) if persistent else 0)
@@ -193,7 +193,7 @@ class _Layer:
             )
         return Draft(method, tuple(steps), tuple(workspace), words, (*notes, *self._notes()))
 
-    # Which blocks.
+    # Tiles and grids.
 
     def _tiles(self, tile: Tile) -> tuple[int, int, int]:
         geometry = self.geometry
@@ -209,7 +209,7 @@ class _Layer:
         return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
 
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
+        """Return the fastest tile whose blocks all fit on the GPU at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         room = room_for_waiting(gpu)
         there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
@@ -235,16 +235,16 @@ class _Layer:
         return tile, grid, words + f", {passes} times per step" * (passes > 1)
 
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
-        """The products of one step: whole rounds of whole tiles."""
+        """Return the estimated time of the products of one step, in whole rounds of whole tiles."""
         rate = cost.product_rate(tile.arithmetic, tile.dtype, self.gpu)
         if tile.arithmetic == "MMA":
-            rate /= 2  # of two instructions for each product, one is for what rounding the state would lose
+            rate /= 2  # two instructions per product: one is for the rounding error of the state
         passes = -(-self._tiles(tile)[1] // grid[1])
         operations = passes * 2 * tile.rows * tile.units * gates * self.geometry.hidden
         return cost.seconds_in_rounds(prod(grid), operations, rate * cost.RECURRENT[tile.samples], self.gpu)
 
     def _l2_bytes(self, tile: Tile, grid: tuple[int, int, int], gates: int, reduction: int) -> int:
-        """What a block asks L2 for in a step: states, of its tiles the projections, and weights that do not stay with it."""
+        """Return the bytes that a block reads from L2 per step: states, projections, and non-resident weights."""
         states = tile.rows * (reduction + tile.units * gates) * ITEMSIZE[self.computed]
         weights = 0 if tile.resident else tile.units * gates * reduction * ITEMSIZE[self.dtype]
         return -(-self._tiles(tile)[1] // grid[1]) * (states + weights)
@@ -252,7 +252,7 @@ class _Layer:
     # Memory.
 
     def _state_buffers(self, tiles_that_wait: int) -> list[Buffer]:
-        """What does not depend on the number of steps in a chunk; counters come last."""
+        """Return the buffers whose size does not depend on the steps per chunk; the counters are the last one."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
         carried, resets = geometry.steps > 1, len(self.products) > 1 and "candidate" not in self.kept
@@ -264,13 +264,13 @@ class _Layer:
         ]
 
     def _gates_bytes(self, count: int) -> int:
-        """Workspace for the gates of `count` steps."""
+        """Return the workspace for the gates of `count` steps."""
         if "gates" in self.kept:
             return 0
         return count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
     def _projections(self, taken: int) -> tuple[int, Callable[[_Chunk], Draft]]:
-        """Steps of a chunk, as many as fit into what is left of the workspace, and the projection of each."""
+        """Return the steps per chunk that fit the rest of the workspace, and the function that drafts a projection."""
         reason = ""
         if self.geometry.steps > LARGEST_STEP:
             raise NotApplicable(f"{self.geometry.steps:,} steps; a kernel counts {LARGEST_STEP:,}")
@@ -288,12 +288,12 @@ class _Layer:
         raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
 
     def _ends(self, count: int) -> list[_Chunk]:
-        """The first chunk, and the last where it has fewer steps."""
+        """Return the first chunk, and the last one if it has fewer steps."""
         whole, rest = divmod(self.geometry.steps, max(1, count))
         return [_Chunk(0, count)] * bool(whole) + [_Chunk(whole * count, rest)] * bool(rest)
 
     def _chunk_lengths(self) -> Iterator[int]:
-        """Steps of a chunk that may be tried: all, half of them, and so on to one; all, where that saves no gates."""
+        """Yield the steps per chunk to try: all, a half, and so on to one; only all if fewer save no gates."""
         parts, steps = 1, self.geometry.steps
         yield steps
         while -(-steps // parts) > 1 and self._gates_bytes(steps):
@@ -303,7 +303,7 @@ class _Layer:
     # Steps of the plan.
 
     def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
-        """A chunk's projection, with `stride` steps of gates in each direction, or NotApplicable."""
+        """Draft a chunk's projection, with `stride` steps of gates per direction, or raise `NotApplicable`."""
         if not chunk.count:
             return Draft("", ())
         directions = []
@@ -314,9 +314,9 @@ class _Layer:
         return in_sequence(directions[0].method, directions, directions[0].reason)
 
     def _projection_problem(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvProblem:
-        """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates.
+        """Return a convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates.
 
-        Where a gradient needs these, they are of all steps, and so is the one chunk.
+        If a gradient needs the gates, they are stored for all steps, and a single chunk contains all steps.
         """
         problem, geometry = self.problem, self.geometry
         x, weight, rows = problem.x, problem.weight_ih, geometry.gates * geometry.hidden
@@ -344,7 +344,7 @@ class _Layer:
     def _launches(
         self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True
     ) -> tuple[KernelLaunch, ...]:
-        """The launches of one step, or the one of all of a chunk's steps."""
+        """Return the launches of one step, or the one launch for all steps of a chunk."""
         geometry, persistent = self.geometry, method == "persistent"
         steps = max(chunk.count, 1) if persistent else 1
         reduction = geometry.hidden + (0 if projected else geometry.inputs)
@@ -354,7 +354,8 @@ class _Layer:
         stored = geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
         resets = len(self.products) > 1
         purposes = ("r, z and the reset state", "n and the new state") if resets else ("product, gates, state",)
-        # A kernel of many steps has no code for gates that it does not have; one of a step has all, and is compiled once.
+        # The persistent kernel needs GIVEN_GATES for other than default gates; the step kernel always has code for
+        # them.
         given = {"GIVEN_GATES": 1} if persistent and not uses_default_gates(geometry) else {}
         launches = []
         for count, purpose in zip(self.products[: 1 if persistent else None], purposes):
@@ -380,7 +381,7 @@ class _Layer:
     def _params(
         self, chunk: _Chunk, stride: int, persistent: bool, gates: int, projected: bool
     ) -> tuple[tuple[str, Any], ...]:
-        """The C++ struct RecurrentParams."""
+        """Return the fields of the C++ struct RecurrentParams."""
         problem, geometry = self.problem, self.geometry
         lengths, y, state = problem.lengths, problem.out, geometry.batch * geometry.hidden
         kept_gates, beside = self.kept.get("gates"), self.kept.get("cells", self.kept.get("candidate"))
@@ -446,7 +447,7 @@ def _buffer(name: str, nbytes: int) -> list[Buffer]:
 
 
 def _vector_bytes(weight: Operand) -> int:
-    """Bytes of the vectors that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
+    """Return the bytes per vectorized access to the rows of a weight: 16, else max(4, item size), else 0."""
     for nbytes in (VECTOR_BYTES, max(4, weight.itemsize)):
         width = nbytes // weight.itemsize
         whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
@@ -456,7 +457,7 @@ def _vector_bytes(weight: Operand) -> int:
 
 
 def _strided(operand: Operand | None) -> tuple[Any, ...] | None:
-    """The C++ struct Strided; an array of two axes (directions, rows) has the rows along the last."""
+    """Return the fields of the C++ struct Strided; an array (directions, rows) has its rows along the last axis."""
     if operand is None:
         return None
     across = operand.strides[1] if len(operand.strides) == 3 else 0
@@ -464,32 +465,32 @@ def _strided(operand: Operand | None) -> tuple[Any, ...] | None:
 
 
 def room_for_waiting(gpu: GpuModel) -> int:
-    """Blocks that may wait for each other: one per multiprocessor, or what a device turned out to have room for."""
+    """Return how many blocks may wait for each other: one per multiprocessor, or the known limit of the device."""
     return gpu.multiprocessors if gpu.room is None else gpu.room
 
 
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
-    """The C++ struct GateActivation, three times for each direction."""
+    """Return the fields of the C++ struct GateActivation, three structs per direction."""
     each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
     return tuple((*(activation.bounds or (activation.alpha, activation.beta)), activation.code) for activation in each)
 
 
 def uses_default_gates(geometry: RecurrentGeometry) -> bool:
-    """Whether every gate has the activation that it has by default, and no bound."""
+    """Return whether every gate has its default activation, and `clip` is None."""
     default = {"rnn": ("tanh",), "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}[geometry.cell]
     each = {tuple(activation.name for activation in group) for group in geometry.activations}
     return each == {default} and geometry.clip is None
 
 
 def _as_projection(step: Step) -> Step:
-    """The step as `explain` names it."""
+    """Return the step with the purpose that `explain` prints."""
     if isinstance(step, GemmCall) or (isinstance(step, KernelLaunch) and step.kernel.name == "implicit_gemm"):
         return replace(step, purpose="projection of the inputs")
     return step
 
 
 def counters_from_zero(buffer: Buffer) -> KernelLaunch:
-    """Counters begin at 0, whose bits are those of the number 0."""
+    """Return the launch that sets counters to 0, by storing float32 zeros, which have the same bits."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
     return replace(epilogue_launch(counters), purpose="counters from 0")

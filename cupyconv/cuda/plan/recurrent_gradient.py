@@ -1,15 +1,16 @@
-"""Gradients of recurrent layers on CUDA: back through time step by step, then products of all steps.
+"""Gradients of recurrent layers on CUDA: back through time step by step, then GEMMs over all steps.
 
 ::
 
-    recurrent_gradient    a launch for each step: dh from the gates' gradients of the step before, then this step's gates'
-    recurrent_gradient_persistent       the same in one cooperative launch for all steps, each block with its rows of weight_hh
-    GEMM                  weight_ih: dgates' x     weight_hh: dgates' h before     x: dgates weight_ih
-    epilogue_grad         the blocks' sums added up, of biases and peepholes
+    recurrent_gradient             one launch per step: dh from the gate gradients of the step before, then the gate
+                                   gradients of this step
+    recurrent_gradient_persistent  the same in one cooperative launch for all steps; each block holds rows of weight_hh
+    GEMM                           weight_ih: dgates' x     weight_hh: dgates' h before     x: dgates weight_ih
+    epilogue_grad                  adds the sums of all blocks, for biases and peepholes
 
-Both directions are one launch.  Where the gates' gradients of all steps pass the limit on workspace, the directions
-come one after the other, in runs of steps that fit; between two runs the state's gradient is where the initial
-state's will be.
+One launch computes both directions.  If the gate gradients of all steps exceed the workspace limit, the directions are
+computed one after the other, in runs of steps that fit.  Between two runs, the gradient of the state is stored in the
+result for the gradient of the initial state.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelL
 from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentGradientProblem
 
-#: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
+#: Samples per block of recurrent_gradient.cu, which is also its units per block; threads per block.
 TILE, THREADS = 16, 256
-#: Of recurrent_gradient_persistent.cu: samples of a tile, units of a block, elements between two samples' gates, warps.
+#: recurrent_gradient_persistent.cu: samples per tile, units per block, elements from one sample's gates to the next,
+#: warps.
 ROWS, UNITS, PITCH, WARPS = 16, 8, 12, THREADS // WARP
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
-#: What its blocks leave for each other takes no more than this, so that it stays in the L2 caches of large GPUs.
+#: Maximum bytes that its blocks pass to each other, so that they stay in the L2 cache of large GPUs.
 MOST_PARTS = 32 << 20
 
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
-    """The plan; ValueError where one step's gates pass the limit."""
+    """Plan a recurrent gradient; raise ValueError if the gates of one step exceed the workspace limit."""
     problem, conversions = _converted(problem)
     shared = problem.sharing_with(conversions)
     together = tuple(dict.fromkeys((problem.geometry.directions, 1)))
@@ -60,9 +62,10 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
 
 
 def _converted(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientProblem, tuple[Conversion, ...]]:
-    """Arguments as the kernels and products take them, and what is copied for that.
+    """Return the problem with its arguments as the kernels and GEMMs need them, and the conversions.
 
-    Large ones are not, but for an x of another precision than the result: the kernels widen 16-bit numbers.
+    The only large argument that is copied is an x in another precision than the result: the kernels themselves widen
+    16-bit numbers.
     """
     conversions: list[Conversion] = []
     stored = problem.operands["y"].dtype
@@ -80,35 +83,35 @@ def _converted(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientProb
 
 @dataclass(frozen=True)
 class _Run:
-    """Steps whose gates' gradients are in memory together, of one direction or of both."""
+    """Steps whose gate gradients are in memory at the same time, for one direction or both."""
 
     directions: tuple[int, ...]
-    first: tuple[int, int]  # the earliest of their times, by direction
+    first: tuple[int, int]  # the earliest time, by direction
     count: int
-    begins: bool  # there is none before it in its directions
+    begins: bool  # whether it is the first run of its directions
 
 
 def gradient_arithmetic(dtype: str, gpu: GpuModel) -> str:
-    """By what recurrent_gradient_persistent.cu multiplies: tensor cores have TF32 from sm_80 on."""
+    """Return the arithmetic of recurrent_gradient_persistent.cu: tensor cores have TF32 from sm_80 on."""
     return "TF32X3" if dtype != "float64" and gpu.capability >= FIRST_MMA["float32"] else "FMA"
 
 
 def shared_bytes(dtype: str, geometry: RecurrentGeometry) -> int:
-    """Shared memory of recurrent_gradient_persistent.cu: parts and gates' gradients, behind them rows of the weight."""
+    """Shared memory of recurrent_gradient_persistent.cu: parts and gate gradients, then rows of the weight."""
     blocks = -(-geometry.hidden // UNITS)
     sums = WARPS * ROWS * UNITS + geometry.gates * ROWS * PITCH
     return sums * ITEMSIZE[accumulator(dtype)] + geometry.gates * UNITS * (blocks | 1) * UNITS * ITEMSIZE[dtype]
 
 
 class _Gradient:
-    """What all steps of the plan share: whether blocks wait for each other, and how many directions are one launch."""
+    """Draft one plan; `waits` is whether blocks wait for each other, `together` the directions per launch."""
 
     def __init__(self, problem: RecurrentGradientProblem, waits: bool, together: int) -> None:
         geometry = self.geometry = problem.geometry
         self.problem, self.operands, self.waits, self.together = problem, problem.operands, waits, together
         self.item = ITEMSIZE[problem.dtype]
         self.stored = self.operands["y"].dtype
-        #: Of a 16-bit layer TF32 holds x, h and the weights exactly, and the gates' gradients with as many digits as float16.
+        #: For a 16-bit layer, TF32 holds x, h and weights exactly, and gate gradients with the precision of float16.
         self.compute = compute_type(problem.dtype, problem.allow_tf32 or ITEMSIZE[self.stored] == 2)
         self.resets = geometry.cell == "gru" and not geometry.linear_before_reset
         self.rows = geometry.gates * geometry.hidden
@@ -119,14 +122,14 @@ class _Gradient:
         self.tiles = -(-geometry.batch // (ROWS if waits else TILE))
         #: Blocks along the units.
         self.columns = -(-geometry.hidden // (UNITS if waits else TILE))
-        #: Blocks along the samples, each of which leaves sums of its own.
+        #: Blocks along the samples, each of which stores its own sums.
         self.grid_rows = self._rows_that_wait() if waits else self.tiles
 
     def draft(self) -> Draft:
         geometry = self.geometry
         if 0 in (geometry.steps, geometry.batch, geometry.hidden):
             return Draft("step", tuple(self._of_nothing()), reason="there are no gates")
-        #: Each row's sums where there are several, to be added in their order.
+        #: The sums of each row of blocks, if there are several rows; they are added in order.
         workspace = [Buffer("sums of tiles", self.grid_rows * self.sums.nbytes)] if self.grid_rows > 1 else []
         if self.waits:
             workspace += [Buffer("counters", self._counters), Buffer("parts", self._parts)]
@@ -150,7 +153,7 @@ class _Gradient:
         return Draft("persistent" if self.waits else "step", tuple(steps), tuple(workspace), words)
 
     def _rows_that_wait(self) -> int:
-        """Rows of blocks of which all are on the GPU at once, or NotApplicable."""
+        """Return the rows of blocks that are all on the GPU at once, or raise `NotApplicable`."""
         geometry, gpu = self.geometry, self.problem.gpu
         room = room_for_waiting(gpu) // max(1, self.columns * self.together)
         needed = shared_bytes(self.stored, geometry)
@@ -170,16 +173,16 @@ class _Gradient:
 
     @property
     def _counters(self) -> int:
-        """Bytes of a counter for each tile of samples."""
+        """Bytes of the counters, one per tile of samples."""
         return self.together * self.tiles * COUNTERS_APART * ITEMSIZE["float32"]
 
     @property
     def _parts(self) -> int:
-        """Bytes of what every block leaves for every block, twice."""
+        """Bytes that every block stores for every block, in two copies."""
         return 2 * self.together * self.tiles * self.columns**2 * ROWS * UNITS * self.item
 
     def _per_step(self) -> dict[str, int]:
-        """Bytes of each step of a run, by buffer."""
+        """Return the bytes per step of a run, by buffer."""
         geometry, state = self.geometry, self.geometry.batch * self.geometry.hidden * self.item
         sizes = {"dgates": self.together * geometry.gates * state, "previous": self.together * state}
         if geometry.cell == "gru":
@@ -189,7 +192,7 @@ class _Gradient:
         return sizes
 
     def _steps_that_fit(self, taken: int) -> int:
-        """The steps of a run: both directions are together where all fit."""
+        """Return the steps per run; both directions run together only if all steps fit."""
         geometry, sizes = self.geometry, self._per_step()
         left = self.problem.limit - taken - len(sizes) * Plan.ALIGNMENT
         most = min(geometry.steps, MAX_DIMENSION // geometry.batch)
@@ -202,7 +205,7 @@ class _Gradient:
     # Steps of the plan.
 
     def _of_nothing(self) -> list[Step]:
-        """Zeros; of no steps, the initial states' gradients are the last ones'."""
+        """Return zeros; without steps, the gradients of the initial states equal those of the last states."""
         names = ("grad_x", "grad_weight_ih", "grad_weight_hh", "sums")
         steps: list[Step] = [
             epilogue_launch(as_line(self.operands[name])) for name in names if self.operands[name].nbytes
@@ -212,7 +215,7 @@ class _Gradient:
         return steps
 
     def _runs(self, directions: tuple[int, ...], most: int) -> list[_Run]:
-        """Runs in the order in which gradients meet them."""
+        """Return the runs in the order of the backward pass."""
         steps, runs = self.geometry.steps, []
         for begin in range(0, steps, most):
             count = min(most, steps - begin)
@@ -229,7 +232,7 @@ class _Gradient:
         return steps
 
     def _launches(self, run: _Run) -> list[Step]:
-        """One launch for each step, or two, and the last, which is the product alone; or one that does what these do."""
+        """Return one launch for all steps, or a loop with one or two per step, whose last round is only a product."""
         return self._one_launch(run) if self.waits and run.count else [self._launch_for_each_step(run)]
 
     def _one_launch(self, run: _Run) -> list[Step]:
@@ -237,7 +240,7 @@ class _Gradient:
         arithmetic = gradient_arithmetic(self.stored, gpu)
         blocks, state = self.columns * self.grid_rows * self.together, self.together * geometry.batch * geometry.hidden
         weights = self.together * self.rows * geometry.hidden
-        # Of a tile and a turn: each warp multiplies for every WARPS-th block; what a block leaves and takes.
+        # Per tile and turn: a warp multiplies for every WARPS-th block; `exchanged` is what a block writes and reads.
         issued = (
             cost.GRADIENT_ISSUED[arithmetic, ITEMSIZE[self.stored]] * self.columns * geometry.gates / (1 + self.resets)
         )
@@ -285,7 +288,7 @@ class _Gradient:
         return LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
-        """The C++ struct RecurrentGradientParams."""
+        """Return the fields of the C++ struct RecurrentGradientParams."""
         geometry, operands = self.geometry, self.operands
         grad_y, lengths = operands.get("grad_y"), operands.get("lengths")
         carried_h, carried_c = self._given("grad_h0"), self._given("grad_c0")
@@ -332,7 +335,7 @@ class _Gradient:
         )
 
     def _inputs_launch(self, run: _Run) -> KernelLaunch:
-        """x of the run's steps; both directions together are of all steps."""
+        """Return the launch that copies x of the run's steps; a run of both directions has all steps."""
         geometry, x, lengths = self.geometry, self.operands["x"], self.operands.get("lengths")
         elements = run.count * geometry.batch * geometry.inputs
         return KernelLaunch(
@@ -356,14 +359,14 @@ class _Gradient:
         )
 
     def _products(self, run: _Run, place: int, d: int) -> list[Step]:
-        """What is linear in the gates' gradients of a run, which are the `place`-th of its buffers."""
+        """Return the GEMMs with the gate gradients of a run and direction `d`, the `place`-th one in its buffers."""
         geometry, hidden, inputs, rows = self.geometry, self.geometry.hidden, self.geometry.inputs, self.rows
         depth = run.count * geometry.batch
         dgates, previous = self._run_at("dgates", run, place, rows), self._run_at("previous", run, place, hidden)
         first = run.first[d] * geometry.batch
         x = Address("inputs") if self.gathers else self._at("x", first * inputs)
         by_gates, by_steps = Matrix(dgates, rows, 0, transposed=True), Matrix(dgates, rows, 0)
-        beta = int(not run.begins)  # later runs add to the weights' gradients
+        beta = int(not run.begins)  # later runs accumulate into the weight gradients
         calls: list[Step] = []
         if inputs:
             weight_at, grad_at = self._at("weight_ih", d * rows * inputs), self._at("grad_weight_ih", d * rows * inputs)
@@ -371,7 +374,7 @@ class _Gradient:
             calls.append(self._product("weight_ih", sizes, by_gates, Matrix(x, inputs, 0), grad_at, beta))
             grad_x, sizes = self._at("grad_x", first * inputs), (depth, inputs, rows)
             calls.append(self._product("x", sizes, by_steps, Matrix(weight_at, inputs, 0), grad_x, int(d > 0)))
-        parts = [(0, rows, by_gates, previous)]  # rows of the weight, their gates' gradients, the factor
+        parts = [(0, rows, by_gates, previous)]  # rows of the weight, their gate gradients, the other factor
         if geometry.cell == "gru":
             candidate = replace(by_gates, at=replace(dgates, offset=dgates.offset + 2 * hidden * self.item))
             if not self.resets:
@@ -386,7 +389,7 @@ class _Gradient:
     def _product(
         self, purpose: str, sizes: tuple[int, int, int], a: Matrix, b: Matrix, c: Address, beta: int
     ) -> GemmCall:
-        """One call of sizes (m, n, k), whose result has no gaps."""
+        """Return one call with sizes (m, n, k) and a contiguous result."""
         dtype = self.problem.dtype
         target = Matrix(c, sizes[1], 0)
         return GemmCall(*sizes, a, b, target, 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
@@ -395,10 +398,10 @@ class _Gradient:
         return Address(buffer, place * run.count * self.geometry.batch * columns * self.item)
 
     def _at(self, name: str, elements: int = 0) -> Address:
-        """A place in an argument or result."""
+        """Return the address of an element of an argument or result."""
         operand = self.operands[name]
         return Address(name, operand.offset + elements * operand.itemsize)
 
     def _given(self, name: str) -> Address | None:
-        """An argument or result from its first element; None where it is absent or empty."""
+        """Return the address of an argument or result; None if it is absent or empty."""
         return self._at(name) if name in self.operands and self.operands[name].nbytes else None

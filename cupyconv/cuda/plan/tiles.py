@@ -1,13 +1,13 @@
-"""Tiles and their transforms: what convolutions and weight gradients by method "fft" have in common on CUDA.
+"""Tiles and their transforms, shared by convolutions and weight gradients of method "fft" on CUDA.
 
-A unit is one tile of one sample, of all channels.  Along an axis of one tap tiles are one pixel long, so that the
-transforms are of the others.
+A unit is one tile of one sample, with all channels.  Along an axis with one tap, tiles are one pixel long, and only the
+other axes are transformed.
 
-Two orders of spectra.  Frequencies side by side: a kernel multiplies them one by one, which is for few channels.
-Interleaved, channels side by side: each frequency has a matrix product, and cuBLAS does 65,535 of them in one call.
-cuFFT reads and writes both, so nothing is transposed.
+Spectra have one of two orders.  With contiguous frequencies, a kernel multiplies them one by one; this suits few
+channels.  With contiguous channels (interleaved), each frequency has a matrix product, and one cuBLAS call computes up
+to 65,535 of them.  cuFFT reads and writes both orders, so that nothing is transposed.
 
-Merged inputs are cut and transformed one after the other, in the same memory.
+Merged inputs are cut into tiles and transformed one after the other, in the same memory.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, Kernel
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Prologue
 from cupyconv.problem.transforms import ERRORS, Shared, no_room, share_problem, share_sizes, transformed_axes
 
-#: Threads of a block of these kernels, and channels of a thread where a warp's share them.
+#: Threads per block of these kernels, and channels per thread if the threads of a warp share channels.
 BLOCK, CHANNELS = 256, 8
-#: Neighbouring threads on neighbouring channels, where these lie side by side in tiles: all of a warp where they do so in
-#: the image too, else as many as write a whole sector.
+#: Neighbouring threads on neighbouring channels if channels are contiguous in tiles but not in the image: enough to
+#: write a whole sector.  If channels are contiguous in the image too, it is a whole warp.
 SIDE_BY_SIDE = 8
-#: Shortest tile, and how much longer each that is looked at is than the one before, beginning with the kernel.
+#: Shortest tile; factor between the lengths of successive candidates, which begin with the kernel.
 SHORTEST, LONGER = 16, 1.8
-#: Elements of one step's tiles, which the kernels and cuFFT count in 32 bits.
+#: Maximum elements of all tiles of a step: the kernels and cuFFT count them in 32 bits.
 MOST_ELEMENTS = 2**31 - 1
-#: Matrix products of the frequencies: more groups are multiplied one by one.
+#: Maximum GEMM calls for the products of all frequencies; for more groups, a kernel multiplies one by one.
 MOST_CALLS = 64
-#: Shares of a problem, each with launches of its own, which a plan lists.
+#: Maximum number of shares of a problem: each has its own launches, which a plan lists.
 MOST_SHARES = 64
 #: Orders of spectra: whether they are interleaved.
 ORDERS = (False, True)
-#: Multiply-adds of a convolution whose sums are computed again where they are not finite: as many take about a second.
+#: Maximum multiply-adds of a convolution whose sums are computed again if they are not finite; this many take about a
+#: second.
 MOST_PRODUCTS = 1 << 40
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """One way to cut a problem, and one order of its spectra."""
+    """One division of a problem into tiles, with one order of its spectra."""
 
     problem: Shared
     #: Pixels of the convolution's result that belong to one tile.
     block: Triple
-    #: Whether channels lie side by side, and each frequency has a matrix product.
+    #: Whether channels are contiguous, and each frequency has a matrix product.
     interleaved: bool
 
     @property
     def seconds(self) -> float:
-        """What it takes by the model."""
+        """The estimated time."""
         gpu, part = self.problem.gpu, self.chunk
         once = Draft("fft", (*self.first_steps(), *self.last_steps())).cost(gpu).seconds
         return once + Draft("fft", tuple(self.steps(0, part))).cost(gpu).seconds * self.units / part
@@ -95,27 +96,27 @@ class Tiling:
         reason = f"{how}; {counted(self.units, 'tile')} of {shown}{chunks}; {ERRORS}"
         return Draft("fft", tuple(steps), self.workspace(part), reason, notes, cost.TRANSFORMS_DOUBT)
 
-    # What a problem has of its own.
+    # To be overridden for each kind of problem.
 
-    #: What happens to results that are not finite: where they are computed again, and where not.
+    #: The treatment of results that are not finite: if they are computed again, and if they are not.
     again = "is computed again from its window"
     not_again = "is left so, as is all of its tile"
 
     def first_steps(self) -> list[Step]:
-        """What is done before the first chunk."""
+        """Return the steps before the first chunk."""
         return []
 
     @abstractmethod
     def steps(self, first: int, units: int) -> list[Step]:
-        """What is done for the chunk of `units` units from `first` on."""
+        """Return the steps for the chunk of `units` units that starts at `first`."""
 
     def last_steps(self) -> list[Step]:
-        """What is done after the last chunk."""
+        """Return the steps after the last chunk."""
         return []
 
     @abstractmethod
     def buffers(self, units: int) -> tuple[Buffer, ...]:
-        """Workspace beside cuFFT's for chunks of `units` units; the first holds tiles."""
+        """Return the workspace, except for cuFFT's, for chunks of `units` units; the first buffer holds tiles."""
 
     # Sizes.
 
@@ -133,7 +134,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> Triple:
-        """How many there are along each axis of a sample."""
+        """The number of tiles along each axis of a sample."""
         depth, height, width = (-(-n // part) for n, part in zip(self.problem.geometry.out_size, self.block))
         return depth, height, width
 
@@ -143,7 +144,7 @@ class Tiling:
 
     @cached_property
     def dtype(self) -> str:
-        """Of tiles and of sums."""
+        """The dtype of tiles and sums."""
         return accumulator(self.problem.out.dtype)
 
     @cached_property
@@ -161,42 +162,42 @@ class Tiling:
 
     @cached_property
     def image_bytes(self) -> int:
-        """Of one tile of one channel."""
+        """Bytes of one tile of one channel."""
         return self.elements * ITEMSIZE[self.dtype]
 
     @cached_property
     def spectrum_bytes(self) -> int:
-        """Of one tile of one channel."""
+        """Bytes of the spectrum of one tile of one channel."""
         return self.frequencies * ITEMSIZE[self.spectrum_dtype]
 
     @cached_property
     def kernels(self) -> int:
-        """Pairs of an output and a channel that have a kernel."""
+        """The number of pairs of output and channel with a kernel."""
         return self.problem.geometry.out_channels * self.problem.geometry.group_channels
 
     @cached_property
     def parts(self) -> list[range]:
-        """The channels of each input, counted through all of them."""
+        """The channels of each input, counted over all inputs."""
         offsets = self.problem.geometry.channel_offsets
         return [range(begin, begin + x.shape[1]) for x, begin in zip(self.problem.xs, offsets)]
 
     @cached_property
     def widest(self) -> int:
-        """Channels of the input that has the most."""
+        """The largest number of channels of an input."""
         return max(map(len, self.parts))
 
     def workspace(self, units: int) -> tuple[Buffer, ...]:
-        """All of it: cuFFT works in memory of its own, which stays with the stream."""
+        """Return all workspace, including cuFFT's own work area, which stays allocated for the stream."""
         own = self.buffers(units)
         return *own, Buffer("cuFFT's own", self.work_bytes(own[0].nbytes // self.image_bytes), is_kept=True)
 
     def work_bytes(self, batch: int) -> int:
-        """Memory that cuFFT is expected to need for so many transforms."""
+        """Return the memory that cuFFT is expected to need for `batch` transforms."""
         return ceil(self.problem.gpu.transform_area * batch * self.spectrum_bytes)
 
     @cached_property
     def most_units(self) -> int:
-        """Units of the largest chunk that there is room for; 0 where there is none."""
+        """The units of the largest chunk that fits the workspace limit; 0 if none fits."""
         geometry, limit = self.problem.geometry, self.problem.limit
         channels = max(self.widest, geometry.out_channels)
         if self.kernels * self.elements > MOST_ELEMENTS:
@@ -207,17 +208,17 @@ class Tiling:
 
     @property
     def chunk(self) -> int:
-        """Units of a chunk."""
+        """The units per chunk."""
         return even_part(self.units, self.most_units)
 
     @cached_property
     def computes_again(self) -> bool:
-        """Whether what is not finite is computed as it is defined."""
+        """Whether results that are not finite are computed again by the definition."""
         return self.problem.geometry.products <= MOST_PRODUCTS and len(self.problem.xs) <= MAX_SOURCES
 
     @cached_property
     def has_matrices(self) -> bool:
-        """Whether products are of matrices, and cuBLAS can be told of those of all frequencies in a few calls."""
+        """Whether the products are matrix products that a few cuBLAS calls compute for all frequencies."""
         geometry = self.problem.geometry
         largest = max(geometry.in_channels, geometry.out_channels)
         if geometry.group_channels * geometry.group_outputs == 1:
@@ -233,16 +234,16 @@ class Tiling:
         return Transform(size, batch, *places, self.dtype, inverse, self.interleaved, purpose, nbytes)
 
     def strides(self, units: int, channels: int, elements: int) -> tuple[int, int, int]:
-        """From one unit, one channel and one element, or frequency, to the next."""
+        """Return the strides along units, channels, and elements or frequencies."""
         return (channels, 1, units * channels) if self.interleaved else (channels * elements, elements, 1)
 
     def lanes(self, array: Operand) -> int:
-        """Neighbouring threads that take neighbouring channels."""
+        """Return how many neighbouring threads compute neighbouring channels."""
         most = WARP if is_along_channels(array) else SIDE_BY_SIDE
         return min(most, 1 << (array.shape[1] - 1).bit_length()) if self.interleaved else 1
 
     def cut_inputs(self, first: int, units: int) -> Iterator[tuple[range, list[Step]]]:
-        """Of each input in turn, its channels and the steps that leave the spectra of its tiles."""
+        """Yield, for each input, its channels and the steps that compute the spectra of its tiles."""
         geometry = self.problem.geometry
         step = tuple(pixels * stride for pixels, stride in zip(self.block, geometry.stride))
         mode = PADDING_MODES.index(geometry.padding_mode)
@@ -265,7 +266,7 @@ class Tiling:
         first_channel: int = 0,
         purpose: str = "tiles",
     ) -> KernelLaunch:
-        """Tiles of an image in workspace; of each `read` elements along each axis, or all, and behind them zeros."""
+        """Return the launch that cuts an image into tiles; each has `read` elements per axis, or all, then zeros."""
         channels = x.shape[1]
         strides, lanes = self.strides(units, channels, self.elements), self.lanes(x)
         launch = KernelLaunch(
@@ -290,19 +291,19 @@ class Tiling:
         return self.placed(launch, units * self.elements, channels)
 
     def placed(self, launch: KernelLaunch, places: int, channels: int) -> KernelLaunch:
-        """The launch with what it takes to find its places, once for the channels of a thread, and to go through these."""
+        """Return the launch with the time to find its positions, once per thread, and to loop over the channels."""
         gpu = self.problem.gpu
         operations = places * (cost.TILE_PLACE * -(-channels // CHANNELS) + 4 * channels)
         return replace(launch, arithmetic_seconds=2 * operations / gpu.fp32)
 
     def multiplied(self, launch: KernelLaunch, products: int) -> KernelLaunch:
-        """The launch with what these complex products take, whose factors come from L2."""
+        """Return the launch with the time of its complex products, whose factors are read from L2."""
         gpu, flops = self.problem.gpu, 8 * products
         loads = 2 * products * ITEMSIZE[self.spectrum_dtype] / (gpu.bandwidth * cost.L2_SPEED)
         return replace(launch, flops=flops, arithmetic_seconds=max(flops / cost.core_rate(self.dtype, gpu), loads))
 
     def groups_of(self, part: range) -> Iterator[tuple[int, int, int]]:
-        """The groups that have some of these channels, and from where to where these are: all are counted through all groups."""
+        """Yield each group with some of the channels in `part`, and the range of these, counted over all groups."""
         channels = self.problem.geometry.group_channels
         for group in range(part.start // channels, -(-part.stop // channels)):
             yield group, max(part.start, group * channels), min(part.stop, (group + 1) * channels)
@@ -310,7 +311,7 @@ class Tiling:
     def matrix_product(
         self, m: int, n: int, k: int, a: Spectra, b: Spectra, c: Spectra, beta: int, first: int
     ) -> GemmCall:
-        """C = A B, or C + A B, of `MAX_BATCH` frequencies from `first` on."""
+        """Return C = A B, or C + A B, for up to `MAX_BATCH` frequencies from `first` on."""
         item, dtype = ITEMSIZE[self.spectrum_dtype], self.spectrum_dtype
 
         def matrix(at: Spectra) -> Matrix:
@@ -323,7 +324,7 @@ class Tiling:
 
 
 class Spectra(NamedTuple):
-    """A matrix of each frequency: a part of the elements in `buffer` that a frequency has, `size` of them."""
+    """One matrix per frequency, which is a part of the `size` elements that each frequency has in `buffer`."""
 
     buffer: str
     offset: int
@@ -334,7 +335,7 @@ class Spectra(NamedTuple):
 
 
 def grid_of(places: int, channels: int, lanes: int) -> tuple[Triple, int]:
-    """Places, with a thread for each lane, along x; runs of channels along y."""
+    """Return a grid with places along x, one thread per lane, and runs of channels along y; and the block size."""
     return (min(-(-places * lanes // BLOCK), GRID_X), min(-(-channels // (lanes * CHANNELS)), GRID_Y), 1), BLOCK
 
 
@@ -342,7 +343,7 @@ def grid_of(places: int, channels: int, lanes: int) -> tuple[Triple, int]:
 
 
 def draft_tiled(problem: Shared, kind: type[Tiling]) -> Draft:
-    """The tiles and the order of spectra that take the least by the model; NotApplicable where there is no room for any."""
+    """Draft the fastest tiles and order of spectra by the cost model, or raise `NotApplicable` if none fits."""
     if refusal := problem.fft_refusal:
         raise NotApplicable(refusal)
     if not problem.gpu.has_transforms:
@@ -356,7 +357,7 @@ def draft_tiled(problem: Shared, kind: type[Tiling]) -> Draft:
 
 
 class _Found(NamedTuple):
-    """A tiling of a whole problem, or of the first of several shares, and what all of them take by the model."""
+    """A tiling of a whole problem, or of the first of several shares, and the estimated time of all shares."""
 
     tiling: Tiling
     shares: int
@@ -364,7 +365,7 @@ class _Found(NamedTuple):
 
 
 def _tilings(problem: Shared, kind: type[Tiling]) -> Iterator[_Found]:
-    """Those that there is room for, in as few shares as that takes."""
+    """Yield the tilings that fit the workspace limit, each with as few shares as possible."""
     geometry = problem.geometry
     for block, order in product(block_extents(geometry), ORDERS):
         for groups, outputs in share_sizes(geometry):
@@ -381,7 +382,7 @@ def _tilings(problem: Shared, kind: type[Tiling]) -> Iterator[_Found]:
 
 
 def _in_shares(problem: Shared, first: Tiling) -> Draft:
-    """Shares of a problem one after the other, tiled as the first of them is."""
+    """Draft the shares of a problem one after the other, all with the tiling of the first."""
     geometry, groups, outputs = problem.geometry, first.problem.geometry.groups, first.problem.geometry.group_outputs
 
     def of_all(room: int) -> Draft:
@@ -400,21 +401,21 @@ def _in_shares(problem: Shared, first: Tiling) -> Draft:
 
 
 def _refuse_at_once(problem: Shared) -> None:
-    """Most problems are told by a few operations: another method takes less than transforms take at the least."""
+    """Raise `NotApplicable` if a rough estimate shows that another method is faster; this rules out most problems."""
     geometry, gpu, dtype = problem.geometry, problem.gpu, problem.out.dtype
     filled = min(1.0, geometry.group_outputs / cost.GEMM_TILE)
     products = gpu.gemm_rate(dtype, compute_type(dtype, problem.allow_tf32)) * filled
     others = problem.flops / max(products, cost.core_rate(dtype, gpu) * cost.GENERAL)
     pixels = geometry.batch * geometry.out_channels * geometry.pixels
     images = (bytes_of(problem.xs) + pixels * ITEMSIZE[problem.out.dtype]) / gpu.bandwidth
-    # Into tiles, through the products, out of tiles, there and back along each axis.
+    # Lower bound: into tiles, through the products, out of the tiles, and two transforms along each axis.
     least = images * (4 + 2 * len(transformed_axes(geometry)) / cost.TRANSFORM) + 7 * gpu.launch_seconds
     if others < cost.TRANSFORMS_DOUBT * least:
         raise NotApplicable(f"transforms take {cost.by_model(least)} at the least, and are taken where they win by far")
 
 
 def block_extents(windows: Windows) -> Iterator[Triple]:
-    """Pixels of the result that come from one tile, the fewest first: all axes as much longer than the kernel."""
+    """Yield candidates for the pixels per tile, the fewest first: all axes exceed the kernel by the same factor."""
     along, longer, before = transformed_axes(windows), 1.0, (0, 0, 0)
     whole = tuple(extent if axis in along else 1 for axis, extent in enumerate(windows.out_size))
     while before != whole:
@@ -432,17 +433,17 @@ def block_extents(windows: Windows) -> Iterator[Triple]:
 
 
 def fast_length(least: int, multiple: int = 1) -> int:
-    """The next length that cuFFT has quick kernels for: a product of 2, 3, 5 and 7; a multiple of 1 or 2."""
+    """Return the next length with fast cuFFT kernels: a product of 2, 3, 5 and 7, divisible by `multiple` (1 or 2)."""
     lengths = _fast_lengths()
     return multiple * lengths[bisect_left(lengths, -(-least // multiple))]
 
 
 @lru_cache(maxsize=1)
 def _fast_lengths() -> list[int]:
-    """All up to `MOST_ELEMENTS`, and one more."""
+    """Return all fast lengths up to `MOST_ELEMENTS` + 1, sorted."""
     lengths = [1]
     for factor in (2, 3, 5, 7):
-        for length in lengths:  # which grows meanwhile
+        for length in lengths:  # the loop also visits what it appends
             if length * factor <= MOST_ELEMENTS + 1:
                 lengths.append(length * factor)
     return sorted(lengths)

@@ -1,10 +1,9 @@
-"""The choice of a method for a transposed convolution on a GPU: drafted, and picked by the cost model.
+"""Choose the method of a transposed convolution on a GPU: draft every method, and let the cost model pick one.
 
-"direct" is a kernel in which every element gathers what reaches it, for everything, that of depthwise ones at stride 2,
-or an ordinary kernel where the whole result is an ordinary convolution (``polyphase.py``); "implicit_gemm" is such
-convolutions, one for each phase of the result, several in one grid.
-"gemm" is products of the weight, kept as columns, which every element then gathers; of a 1x1 kernel the
-products are the result.
+"direct" is one of three kernels: the general one, in which every element gathers the products that reach it; one for
+depthwise convolutions of stride 2; or one for ordinary convolutions, if the whole result is one (``polyphase.py``).
+"implicit_gemm" computes ordinary convolutions, one per phase of the result, several in one grid.  "gemm" stores the
+products with the weight as columns, which every element then gathers.  With a 1x1 kernel, the products are the result.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ from cupyconv.problem.polyphase import (
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem, inputs_with_channels
 from cupyconv.problem.transforms import no_room
 
-#: The gradient of a padded image, in workspace.
+#: The workspace buffer for the gradient of a padded image.
 PADDED = "padded"
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Plan a transposed convolution by ``problem.method``; raise ValueError if the method asked for does not apply."""
     if problem.pre is not None:
         return _with_activation(problem, problem.pre)
     kept, geometry = inputs_with_channels(problem.geometry)
@@ -83,7 +82,7 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
 
 
 def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
-    """The plan whose result is the pre-activation that is kept, and one more pass, from there to the result."""
+    """Return the plan that computes the pre-activation `pre`, followed by a pass that computes the result from it."""
     plan = plan_transposed(replace(problem, outs=(pre,), pre=None, activation=IDENTITY))
     if not plan.steps:
         return plan
@@ -111,7 +110,7 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
 def _draft_direct(problem: TransposedProblem) -> Draft:
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    drafts = []  # where all take a launch and no more, the first is taken
+    drafts = []  # if each costs just one launch, the first one wins
     if launches := depthwise_launches(problem):
         drafts.append(Draft("direct", tuple(launches), reason="depthwise kernel"))
     if prod(map(min, problem.geometry.stride, problem.geometry.size)) == 1:
@@ -122,7 +121,7 @@ def _draft_direct(problem: TransposedProblem) -> Draft:
 
 
 def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunch:
-    """Direct transposed convolution into one result, whose channels are those from `first` on."""
+    """Return the launch of the general kernel for one result, whose first channel is `first`."""
     geometry, xs, weight = problem.geometry, problem.xs, problem.weight
     channels = out.shape[1]
     groups = (first + channels - 1) // geometry.group_channels - first // geometry.group_channels + 1
@@ -165,14 +164,14 @@ def _draft_gemm(problem: TransposedProblem) -> Draft:
 
 
 def _as_convolutions(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
-    """Ordinary convolutions of x with the exchanged `weight`, each of which is a part of a result."""
+    """Draft ordinary convolutions of x with the exchanged `weight`, each of which computes a part of a result."""
     drafts = [draft_conv(method, part) for part in _convolutions(problem, weight)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{counted(len(drafts), 'convolution')} with x: {kinds}")
 
 
 def _convolutions(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
-    """Those of the phases of each result, by the exchanged weight, which they conjugate where the problem still has to."""
+    """Return one convolution per phase of each result; it conjugates the exchanged weight if the problem does."""
     return [replace(part, conjugate=problem.conjugate) for part in phase_problems(problem, weight)]
 
 
@@ -181,10 +180,10 @@ def _by_convolutions(
     problem: TransposedProblem,
     draft_of: Callable[[str, TransposedProblem, Operand], Draft] = _as_convolutions,
 ) -> Draft:
-    """What `draft_of` makes of the weight with outputs and channels exchanged: a view of it, or a copy in workspace.
+    """Draft by `draft_of`, with outputs and channels of the weight exchanged: by a view, or by a copy in workspace.
 
-    An implicit GEMM conjugates a weight as it packs it; for others the copy is conjugated.
-    Of several results of a grouped convolution each is computed by itself, from its own groups.
+    An implicit GEMM conjugates the weight when it packs it; for other methods the copy is conjugated.
+    If a grouped convolution has several results, each is computed separately, from its own groups.
     """
     parts = results_apart(problem)
     if len(parts) > 1:
@@ -212,7 +211,7 @@ def _by_convolutions(
 
 
 def _exchange(problem: TransposedProblem) -> tuple[KernelLaunch, Buffer, Operand]:
-    """The launch that copies the weight, outputs and channels of each group exchanged; where to; and what is there then."""
+    """Return the launch that exchanges outputs and channels of each group of the weight, its buffer, and the copy."""
     weight, geometry = problem.weight, problem.geometry
     shape = exchanged_shape(geometry)
     exchanged = Operand("exchanged weight", weight.dtype, shape, c_strides(shape))
@@ -235,7 +234,7 @@ def _exchange(problem: TransposedProblem) -> tuple[KernelLaunch, Buffer, Operand
 
 
 def _draft_implicit_gemm(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
-    """The phases of each result in as few grids as hold them."""
+    """Draft the phases of each result in as few grids as possible."""
     parts, phases = _convolutions(problem, weight), phases_of(problem.geometry)
     if len(phases) == 1 or not any(map(is_reached, phases)):
         return _as_convolutions(method, problem, weight)
@@ -253,7 +252,7 @@ def _draft_implicit_gemm(method: str, problem: TransposedProblem, weight: Operan
 def _side_by_side(
     problem: TransposedProblem, out: Operand, parts: list[tuple[tuple[AxisPhase, ...], ConvProblem]]
 ) -> Draft:
-    """Phases of a result in one grid: there x is not cut, and windows may begin inside it."""
+    """Draft several phases of a result in one grid; x is not cut, and windows may begin inside it."""
     reached = [part for phase, part in parts if is_reached(phase)]
     if not reached:
         return in_sequence("implicit_gemm", [draft_conv("implicit_gemm", part) for _, part in parts], "zeros")
@@ -267,7 +266,7 @@ def _side_by_side(
         )
         for phase, part in parts
     ]
-    along = list(zip(*(phase for phase, _ in parts)))  # each axis
+    along = list(zip(*(phase for phase, _ in parts)))  # the phases along each axis
     geometry = replace(
         reached[0].geometry,
         size=problem.xs[0].shape[2:],  # type: ignore[arg-type]
@@ -280,9 +279,10 @@ def _side_by_side(
 
 
 def _draft_folded(problem: TransposedProblem) -> Draft:
-    """By transforms where padding repeats elements, which is a gradient, without bias and activation: that of the padded
-    image, some samples of it in workspace at a time, which is convolutions; and its elements added to those that they are
-    copies of.
+    """Draft method "fft" for a padding mode that repeats elements.
+
+    Such a problem is a gradient, without bias and activation.  Convolutions compute the gradient of the padded image in
+    workspace, for some samples at a time.  Then each of its elements is added to the element that it is a copy of.
     """
     geometry = problem.geometry
     if refusal := problem.fft_refusal:
@@ -333,22 +333,22 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
 
 
 def _priced(launch: KernelLaunch, out: Operand, gpu: GpuModel) -> KernelLaunch:
-    """A launch of col2im.cu with what it takes to find the windows of each place, and to read what is added."""
+    """Return a launch of col2im.cu with the time to find the windows of each element and to read what it adds."""
     places = out.shape[0] * -(-out.shape[1] // COL2IM_CHANNELS) * out.pixels
     return cost.priced(launch, gpu.fp32 / (2 * cost.COL2IM_READ), gpu, beside=places * cost.READERS_PLACE)
 
 
 class _GemmPlanner(ProductsPlanner):
-    """Columns of some samples and channels, chunk by chunk, and the elements that gather them.
+    """Compute the columns of some samples and channels at a time; the elements of the results gather them.
 
     ::
 
         weight'                       x of sample n                columns of sample n
         [ C taps x O ]           x    [ O x pixels ]         =     [ C taps x pixels ]    --col2im-->   results
-          batch stride 0              where it lies, one
-                                      accumulating GEMM an input
+          batch stride 0              in place, one accumulating
+                                      GEMM per input
 
-    Sums of 16-bit products are kept in float32 until their last addition.
+    Sums of 16-bit products stay in float32 until the last addition.
     """
 
     def __init__(self, problem: TransposedProblem) -> None:
@@ -357,10 +357,10 @@ class _GemmPlanner(ProductsPlanner):
         self.columns_dtype = accumulator(problem.dtype)
         if self.planes == 2:
             self.columns_dtype = real_part(self.columns_dtype)
-        #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
+        #: Whether the GEMM conjugates the weight; if the weight is in planes, the sums are conjugated afterwards.
         self.conjugates = problem.conjugate and self.planes == 1
         self.factors = image_factors(problem.xs, self.image_views(problem.xs))
-        #: From one row of a sample's columns to the next.
+        #: Elements from one row of a sample's columns to the next.
         self.row = row_length(geometry.pixels)
         sizes = (geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
         if max(sizes) > MAX_DIMENSION:
@@ -397,7 +397,7 @@ class _GemmPlanner(ProductsPlanner):
     # Workspace.
 
     def _chunk_size(self) -> tuple[int, int]:
-        """Samples and channels of a chunk: all, else fewer samples, else fewer channels of one."""
+        """Return the samples and channels per chunk: all, else fewer samples, else fewer channels of one sample."""
         geometry, problem = self.geometry, self.problem
         limit = problem.limit - sum(buffer.space for buffer in self.weight_buffers)
         limit -= Plan.ALIGNMENT * (1 + sum(factor.view is None for factor in self.factors))
@@ -422,7 +422,7 @@ class _GemmPlanner(ProductsPlanner):
     # Steps.
 
     def _steps(self, chunk: Chunk, channels: range, xs: list[MatrixView]) -> list[Step]:
-        """Columns of a chunk, and their sums in every result that has some of its channels."""
+        """Return the steps that compute the columns of a chunk and sum them into every result with these channels."""
         geometry, samples = self.geometry, chunk.samples
         rows, ld, pixels = len(channels) * geometry.taps, self.row, geometry.pixels * self.components
         stride_n = self.planes * rows * ld
@@ -446,7 +446,7 @@ class _GemmPlanner(ProductsPlanner):
         return steps
 
     def _gather(self, columns: Operand, out: Operand, first: int, plane: int) -> KernelLaunch:
-        """The sums of columns, of channels from `first` on, whose imaginary parts would be a plane further on."""
+        """Return the launch that sums columns into `out`, whose first channel is `first`."""
         problem = self.problem
         bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + first * problem.bias.itemsize)
         launch = col2im_launch(
@@ -463,7 +463,7 @@ class _GemmPlanner(ProductsPlanner):
     def _gemms(
         self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int
     ) -> list[Step]:
-        """The calls whose sums are the columns: one for each plane, group and input; over groups where there is one sample."""
+        """Return the calls that compute the columns: per plane and input, and per group unless batched over groups."""
         geometry, weight = self.geometry, self.weight
         first_group, last_group = (c // geometry.group_channels for c in (channels.start, channels.stop - 1))
         groups, outputs = last_group - first_group + 1, geometry.group_outputs

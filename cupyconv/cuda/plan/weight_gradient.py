@@ -1,21 +1,21 @@
-"""The gradient of a weight on CUDA: columns, one batched GEMM a chunk, a sum of its parts in order.
+"""The gradient of a weight on CUDA: columns, one batched GEMM per chunk, and a sum of its parts in order.
 
 ::
 
     grad of sample n               columns of sample n            part n of dW
     [ group_outputs x pixels ]  x  [ K_g x pixels ]'        =     [ group_outputs x K_g ]        dW = their sum
 
-The sum over samples and pixels is cut into parts, one matrix of a GEMM call each, in one of two ways:
+The sum over samples and pixels is cut into parts, one per matrix of a GEMM call, in one of two ways:
 
-- *parts of every sample*: both factors keep their samples apart, so `grad` is read where it lies; one call for
-  each of the few parts that a large sample is cut into, batched over the samples;
-- *parts of one long matrix*: all pixels of a chunk lie in one row, `grad` is copied into that order unless it
-  lies so, and the row is cut into as many parts as keep the GPU busy.
+- *parts of every sample*: both factors keep their samples separate, so that `grad` is read in place.  A large sample is
+  cut into a few parts; each part is one call, batched over the samples.
+- *parts of one long matrix*: all pixels of a chunk form one row.  `grad` is copied into that order unless it has it
+  already, and the row is cut into as many parts as keep the GPU busy.
 
-The cost model chooses.  Chunks add to the same parts, one after the other, and the epilogue kernel adds the
-parts in their order: no atomics, the same bits on every run.  A lone part is the result itself wherever a GEMM can
-write it without rounding it twice.  Of a complex input beside a real gradient, or the reverse, the real and imaginary
-parts are gathered apart, and a plane of sums is kept of each.
+The cost model picks one.  Chunks accumulate into the same parts, one after the other, and the epilogue kernel adds the
+parts in order: there are no atomics, and every run gives the same bits.  A single part is written directly into the
+result if a GEMM can do so without rounding twice.  If just one of input and gradient is complex, its real and imaginary
+parts are gathered separately, and each has its own plane of sums.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ from cupyconv.problem.problems import (
     without_empty_inputs,
 )
 
-#: Outputs per block of weight_gradient.cu, where a group has one and where it has more; its rows and threads.
+#: Outputs per block of weight_gradient.cu, for groups of one output and of more; rows and threads per block.
 OUTPUTS = (1, 4)
 ROWS, THREADS = 4, 128
-#: Pixels below which a chunk of one sample is not cut any further, and a part of a long row is not.
+#: Minimum pixels of a chunk of one sample, and of a part of the sum.
 SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
-#: Parts that a sample is cut into at the most: each takes a call.
+#: Maximum number of parts per sample: each needs a call.
 MOST_CALLS = 8
-#: Ways to cut the sum: whether all pixels lie in one long row, and parts at the most, of a sample or of the row.
+#: Ways to cut the sum: whether all pixels form one long row, and the maximum number of parts, per sample or of the row.
 CUTS = ((False, 1), (False, MOST_CALLS), (True, MAX_BATCH))
-#: Blocks of the kernel without columns that keep a multiprocessor busy.
+#: Blocks of weight_gradient.cu that keep a multiprocessor busy.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
-    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    """Plan a weight gradient by ``problem.method``; raise ValueError if the method asked for does not apply."""
     problem = without_empty_inputs(problem)
     x_dtype = problem.x_dtype
     problem, conversions = converted(problem, xs=x_dtype, grad=problem.grad_dtype, prologue=x_dtype)
@@ -112,7 +112,7 @@ def _draft(method: str, problem: WeightGradientProblem) -> Draft:
 
 
 def _draft_direct(problem: WeightGradientProblem) -> Draft:
-    """The kernel without columns, its sum in as many parts as keep the GPU busy."""
+    """Draft the kernel without columns, with its sum in as many parts as keep the GPU busy."""
     geometry, out = problem.geometry, problem.out
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
@@ -142,7 +142,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
 
 
 def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> KernelLaunch:
-    """Parts of a weight's gradient, each over its share of all samples' pixels."""
+    """Return the launch that computes the parts of a weight gradient, each over a share of all samples' pixels."""
     geometry, xs, grad, dtype = problem.geometry, problem.xs, problem.grad, problem.out.dtype
     outputs = outputs_per_block(geometry, problem.prologue)
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // ROWS)
@@ -171,12 +171,12 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
 
 
 def outputs_per_block(geometry: ConvGeometry, prologue: Prologue) -> int:
-    """Outputs of a group that a block of weight_gradient.cu takes; with a prologue there is one number."""
+    """Return the outputs of a group per block of weight_gradient.cu; with a prologue, the number is fixed."""
     return OUTPUTS[geometry.group_outputs > 1 or bool(prologue)]
 
 
 def _draft_gemm(problem: WeightGradientProblem) -> Draft:
-    """The cheapest of the ways to cut the sum whose smallest chunk fits."""
+    """Return the cheapest draft of all ways to cut the sum whose smallest chunk fits."""
     geometry = problem.geometry
     if max(geometry.reduction * geometry.groups, geometry.out_channels) > MAX_DIMENSION:
         raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
@@ -187,30 +187,30 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive parts of the sum, of equal length: their first, how many, and where the first one's pixels begin."""
+    """Consecutive parts of the sum with equal length: the first, their number, and where its pixels begin."""
 
     part: int
     count: int
     column: int
     sample: int
     pixels: int
-    beta: int  # 1 where they are added to those of the chunks before
+    beta: int  # 1 if they accumulate onto earlier chunks
 
 
 class _Planner:
-    """One of the ways to cut the sum: what holds for all chunks first, then every chunk's steps."""
+    """Draft one way to cut the sum: decide what all chunks share, then emit the steps of every chunk."""
 
     def __init__(self, problem: WeightGradientProblem, is_long: bool, most_parts: int) -> None:
         self.problem, self.geometry, self.is_long = problem, problem.geometry, is_long
         x_is_complex, grad_is_complex = is_complex(problem.x_dtype), is_complex(problem.grad_dtype)
         self.conjugates = x_is_complex and grad_is_complex
-        #: Real parts and imaginary parts, of the one factor that is complex.
+        #: 2 if just one factor is complex, with a plane of real and a plane of imaginary parts.
         self.planes = 2 if x_is_complex != grad_is_complex else 1
         self.dtype = real_part(problem.x_dtype) if self.planes == 2 else problem.x_dtype
         self.grad = self._grad_factor(2 if grad_is_complex and self.planes == 2 else 1)
         self.xs = self._x_factors(2 if x_is_complex and self.planes == 2 else 1)
         self.sums_dtype = accumulator(real_part(problem.out.dtype) if self.planes == 2 else problem.out.dtype)
-        #: Elements of one part of the sum.
+        #: Elements per part of the sum.
         self.part = self.planes * self.geometry.out_channels * self.geometry.reduction
         self.wanted = min(self._parts_wanted(), most_parts)
         self.samples, self.pixels = self._chunk_size()
@@ -218,7 +218,7 @@ class _Planner:
     def draft(self) -> Draft:
         geometry = self.geometry
         length = self.samples * self.pixels if self.is_long else self.pixels
-        #: Pixels of a part.
+        #: Pixels per part.
         self.part_length = row_length(-(-length // self.wanted))
         self.parts = -(-length // self.part_length) * (1 if self.is_long else self.samples)
         self.chunks = chunk_count(geometry, self.samples, self.pixels)
@@ -238,7 +238,7 @@ class _Planner:
             how += f", {self.chunks:,} chunks of {self.samples} x {self.pixels} pixels"
         return Draft("gemm", tuple(steps), self._workspace(), how)
 
-    # Where the matrices lie.
+    # Where the matrices are stored.
 
     def _grad_factor(self, parts: int) -> Factor:
         grad = self.problem.grad
@@ -251,19 +251,19 @@ class _Planner:
         if not geometry.is_pointwise or parts == 2 or prologue:
             return [column_factor(geometry, xs, self.dtype, parts, prologue)]
         views = [self._usable(image_matrix(x), count) for x, count in zip(xs, geometry.channels)]
-        if self.conjugates:  # cuBLAS conjugates what it transposes, and a transposed view it would not
+        if self.conjugates:  # cuBLAS would not transpose a transposed view, nor conjugate it
             views = [None if view is None or view.transposed else view for view in views]
         return image_factors(xs, views)
 
     def _usable(self, view: MatrixView | None, rows: int) -> MatrixView | None:
-        """The view, where its samples may stay apart or lie in one row already."""
+        """Return the view if this cut can use it: its samples may stay separate, or already form one long row."""
         geometry = self.geometry
         if view is None or not self.is_long:
             return view
         return view.joined(rows, geometry.pixels, geometry.batch)
 
     def _result_in_place(self, parts: int, chunks: int) -> MatrixView | None:
-        """The result as the one matrix of sums; None where it needs more than one, or a pass of its own."""
+        """Return the result as the only matrix of sums; None if it needs several, or a separate pass."""
         out = self.problem.out
         if parts > 1 or self.planes == 2 or (chunks > 1 and self.sums_dtype != out.dtype):
             return None
@@ -273,7 +273,7 @@ class _Planner:
     # Sizes.
 
     def _parts_wanted(self) -> int:
-        """Parts of a long row, or of a sample: as many as occupy the multiprocessors, within a quarter of the workspace."""
+        """Return the parts of the row, or per sample, that occupy the GPU within a quarter of the workspace limit."""
         geometry = self.geometry
         tiles_m, tiles_n = (-(-n // cost.GEMM_TILE) for n in (geometry.group_outputs, geometry.reduction))
         tiles = geometry.groups * tiles_m * tiles_n
@@ -284,7 +284,7 @@ class _Planner:
         return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
 
     def _chunk_size(self) -> tuple[int, int]:
-        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
+        """Return the samples and pixels per chunk: all samples, else fewer samples, else fewer pixels of one sample."""
         geometry = self.geometry
         gathered = [factor for factor in (self.grad, *self.xs) if factor.view is None]
         per_pixel = sum(factor.bytes_per_pixel for factor in gathered)
@@ -305,7 +305,7 @@ class _Planner:
         return 1, even_rows(geometry.pixels, pixels // ROW_MULTIPLE * ROW_MULTIPLE)
 
     def _sums_bytes(self, samples: int, chunks: int) -> int:
-        """What the parts of chunks of so many samples take: nothing where the result is the only one."""
+        """Return the bytes of the parts for chunks of `samples` samples: 0 if the result is the only part."""
         parts = self.wanted * (1 if self.is_long else samples)
         if self._result_in_place(parts, chunks) is not None:
             return 0
@@ -326,7 +326,7 @@ class _Planner:
         return [*steps, *self._products(chunk, grad, xs)]
 
     def _products(self, chunk: Chunk, grad: MatrixView, xs: list[MatrixView]) -> Iterator[Step]:
-        """The calls that add a chunk to the parts of the sum: those of equal length in one call."""
+        """Yield the calls that add a chunk to the parts of the sum; parts of equal length share a call."""
         length, beta = self.part_length, int((chunk.first_sample, chunk.first_pixel) != (0, 0))
         if self.is_long:
             whole, rest = divmod(chunk.samples * chunk.pixels, length)
@@ -341,7 +341,7 @@ class _Planner:
                 yield from self._products_of_parts(run, grad, xs)
 
     def _products_of_parts(self, run: _Run, grad: MatrixView, xs: list[MatrixView]) -> Iterator[Step]:
-        """The calls for a run of parts: batched over them, or over the groups."""
+        """Yield the calls for a run of parts, batched over the parts or over the groups."""
         geometry = self.geometry
         for plane in range(self.planes):
             if geometry.groups > run.count and len(self.xs) == 1:
@@ -359,7 +359,7 @@ class _Planner:
     def _calls(
         self, grad: MatrixView, xs: list[MatrixView], plane: int, group: int, run: _Run, *, over_groups: bool = False
     ) -> Iterator[GemmCall]:
-        """The calls from a group and a part on, one for each place its rows of x lie in, over the groups or the parts."""
+        """Yield the calls that start at a group and a part, one per factor with its rows of x."""
         geometry = self.geometry
         outputs, reduction = geometry.group_outputs, geometry.reduction
         grad_row = group * outputs + (plane * geometry.out_channels if self.grad.parts == 2 else 0)
@@ -392,6 +392,6 @@ class _Planner:
                 compute,
                 beta=run.beta,
                 purpose="products",
-                # The imaginary parts of a conjugated input are subtracted.
+                # The input is conjugated: its imaginary parts are subtracted.
                 alpha=-1 if plane == 1 and factor.parts == 2 else 1,
             )

@@ -1,4 +1,4 @@
-"""The CUDA backend: plans run as kernel launches and cuBLAS calls on a `Device`."""
+"""Execution of CUDA plans: kernel launches, cuBLAS and cuFFT calls on a `Device`."""
 
 from cupyconv.cuda.run.backend import CudaBackend
 

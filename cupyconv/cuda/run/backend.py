@@ -1,4 +1,4 @@
-"""CUDA's side of the backend interface: allocate, describe, run a plan."""
+"""The backend interface for CUDA: allocate and describe arrays, make and run plans."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ class CudaBackend:
         self.device = device
 
     def machine(self, threads: int | None) -> GpuModel:
-        """The processor plans are made for."""
+        """Return the model of the GPU that plans are made for."""
         return self.device.model
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which the backend's device is the current one."""
+        """Return a context manager that makes the backend's device the current one."""
         return self.device.current()
 
     def within(self, function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> Any:
-        """What a function returns for these arrays in the `current` context."""
+        """Return ``function(arrays)``, called in the `current` context."""
         with self.device.current():
             return function(arrays)
 
     def address(self, array: Any) -> int:
-        """The address of the array's first element."""
+        """Return the address of the array's first element."""
         return self.device.pointer(array)
 
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
-        """Whether owners say that results may be written and share memory with no other array: here addresses tell."""
+        """Return False: ownership does not prove here that results overlap no other array, so addresses decide."""
         return False
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
-        """What a plan depends on of arrays of this class, addresses aside."""
+        """Return a key of everything about these arrays that a plan depends on, except their addresses."""
         return self.device.signature(arrays)
 
     def plain(self, array: Any) -> Any:
-        """The array: kernels see addresses, whatever its class is."""
+        """Return the array unchanged: kernels see only addresses, whatever its class is."""
         return array
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An uninitialised C-ordered array."""
+        """Return an uninitialised C-ordered array."""
         return self.device.empty(shape, dtype)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """An array in the host's memory as one of this backend's, enqueued as any work is.
+        """Copy an array from host memory to the device, enqueued like any other work.
 
-        A graph would read the host's memory again at every launch, when other numbers are there.
+        A capture raises RuntimeError: the graph would read the host memory at every launch, when it may have changed.
         """
         if self.device.is_capturing():
             raise RuntimeError(
@@ -69,11 +69,11 @@ class CudaBackend:
         return self.device.from_host(array)
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:
-        """A C-ordered copy in `dtype`: of the real parts where that is real."""
+        """Return a C-ordered copy in `dtype`; a real `dtype` copies only the real parts."""
         return self.device.convert(array if dtype.kind == "c" else array.real, dtype)
 
     def own_copy(self, array: Any) -> Any:
-        """A C-ordered copy for nobody to change, complete when this returns: any stream may read it."""
+        """Return a C-ordered copy that nobody may change.  It is complete on return, so that any stream may read it."""
         if self.device.is_capturing():
             raise RuntimeError("a layer cannot be packed while a graph is captured: pack it before")
         with self.current():
@@ -82,9 +82,9 @@ class CudaBackend:
         return copy
 
     def plan(self, problem: Problem) -> Plan:
-        """How a problem runs here; ValueError where a named method does not apply."""
+        """Plan a problem for this device; raise ValueError if the method asked for does not apply."""
         return plan(problem)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name; either may raise UnlikeItsModel."""
+        """Return a function that executes the plan on arrays by name; both may raise `UnlikeItsModel`."""
         return PreparedPlan(plan, self.device).run

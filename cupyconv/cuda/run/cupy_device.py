@@ -1,9 +1,9 @@
 """`Device` on a GPU, implemented with CuPy.
 
-cuBLAS is deterministic only while a handle, which owns its workspace, serves one stream at a time.  So
-each device, thread and stream has its own, kept in a small cache; and so it is with cuFFT's plans, which share the
-memory that they work in.  (Those that CuPy keeps for `cupy.fft` go from stream to stream.)  In a graph each transform
-works in memory of the graph's.
+A cuBLAS handle owns its workspace, and cuBLAS is deterministic only while a handle serves one stream at a time.  So
+each device, thread and stream has its own handle, in a small cache.  It also has its own cuFFT plans, which share one
+work area.  (The plans that CuPy caches for `cupy.fft` move from stream to stream.)  In a graph, each transform works in
+memory that the graph allocates.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.machine import GpuModel, nearest_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
-#: Handles kept for the streams of one thread.  One takes megabytes, up to 32 on Hopper, and destroying
-#: one waits for the GPU, so a thread that cycles through more streams than this pays for it.
+#: Handles cached for the streams of one thread.  A handle takes megabytes, up to 32 on Hopper.  Destroying one waits
+#: for the GPU, so a thread that cycles through more streams than this waits often.
 _HANDLES = 16
-#: cuFFT plans kept for a stream of one thread.
+#: cuFFT plans cached per stream of one thread.
 _TRANSFORMS = 64
-#: Compute in the type asked for: no 16-bit reductions in split products.
+#: Compute in the requested type: split products are not reduced in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _DEFAULT_ALGORITHM = -1
-#: Dynamic shared memory in bytes that a launch may have on every GPU without the function being told.
+#: Bytes of dynamic shared memory that a launch may use on every GPU without a function attribute.
 _WITHOUT_ASKING = 48 << 10
-#: CUresult: no room for all blocks of a cooperative launch at once.
+#: CUresult: the blocks of a cooperative launch do not all fit on the GPU at once.
 _COOPERATIVE_LAUNCH_TOO_LARGE = 720
-#: cudaError_t: no memory.
+#: cudaError_t: out of memory.
 _MEMORY_ALLOCATION = 2
 
 
 def _shows_ranges() -> bool:
-    """Whether every call is an NVTX range, for Nsight and its like: asked for, and possible with this CuPy."""
+    """Return whether every call is an NVTX range for Nsight and other profilers: it is asked for, and CuPy has NVTX."""
     asked = os.environ.get("CUPYCONV_NVTX") == "1"
     if asked and not cupy.cuda.nvtx.available:
         warnings.warn("CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX", RuntimeWarning, stacklevel=2)
@@ -59,14 +59,15 @@ def _shows_ranges() -> bool:
 _SHOWN_TO_PROFILERS = _shows_ranges()
 
 AllocatorT = TypeVar("AllocatorT", bound=Callable[..., Any])
-#: What one stream of one thread has for itself.
+#: An object that belongs to one stream of one thread.
 OwnedT = TypeVar("OwnedT")
 
 
 def _with_memory_errors(allocate: AllocatorT) -> AllocatorT:
-    """`allocate`, which fails with MemoryError whichever allocator CuPy has, so that a plan with less is tried.
+    """Wrap `allocate` to raise MemoryError with every allocator of CuPy, so that a plan with less memory is tried.
 
-    That of CuPy's pools is one; ``cupy.cuda.malloc_async`` and ``malloc_managed`` raise CUDA's own error.
+    CuPy's memory pools raise a subclass of MemoryError.  ``cupy.cuda.malloc_async`` and ``malloc_managed`` raise the
+    error of the CUDA runtime.
     """
 
     @wraps(allocate)
@@ -88,12 +89,12 @@ class CupyDevice:
         self.ordinal = ordinal
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self._functions: dict[Kernel, _LoadedKernel] = {}
-        self._lock = threading.RLock()  # a finalizer may call us in the midst of loading a kernel
+        self._lock = threading.RLock()  # reentrant: a finalizer may call us while a kernel is loaded
         self._thread = _Thread()
         self.model = self._model()
 
     def _model(self) -> GpuModel:
-        """The class's rates with this GPU's own name and multiprocessors."""
+        """Return the rates of the nearest known GPU with the name and multiprocessor count of this one."""
         properties = cupy.cuda.runtime.getDeviceProperties(self.ordinal)
         known = nearest_gpu(self.capability)
         name = properties["name"]
@@ -102,7 +103,7 @@ class CupyDevice:
         return replace(known, name=name, arch=f"sm_{self.capability}", multiprocessors=multiprocessors)
 
     def current(self) -> Any:
-        # To enter a device's context costs more than to ask, and most often there is nothing to change.
+        # Entering a device's context takes longer than this test, and usually the device is current already.
         if cupy.cuda.runtime.getDevice() != self.ordinal:
             return cupy.cuda.Device(self.ordinal)
         return self._thread.nothing_to_do
@@ -113,7 +114,7 @@ class CupyDevice:
 
     @_with_memory_errors
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        # Not of the pool, which would give the same memory to others while the graph still writes to it.
+        # Not from the pool, which would give the same memory to other arrays while the graph still writes to it.
         return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
     @_with_memory_errors
@@ -137,13 +138,13 @@ class CupyDevice:
         return get_current_stream(self.ordinal).is_capturing()
 
     def argument(self, params: np.ndarray) -> Any:
-        # The driver takes an array of pointers to parameters, of which there is one; `params` outlives it.
+        # The driver takes an array of pointers to parameters, here just one.  `params` lives longer than this array.
         pointers = np.array([params.ctypes.data], np.uintp)
         return pointers.ctypes.data, pointers
 
     def load(self, launch: KernelLaunch) -> Callable[[Any], None]:
-        # The driver's own calls, because CuPy's `Function` takes three times as long to make them, and makes a
-        # cooperative grid that does not fit smaller, with a warning only.
+        # Call the driver directly: CuPy's `Function` takes three times as long.  It also shrinks a cooperative grid
+        # that does not fit, with only a warning.
         ordinal, shared_bytes = self.ordinal, launch.shared_bytes
         with self._lock, self.current():
             function = self._function(launch.kernel, shared_bytes)
@@ -164,13 +165,13 @@ class CupyDevice:
             except driver.CUDADriverError as error:
                 if error.status != _COOPERATIVE_LAUNCH_TOO_LARGE:
                     raise
-                # Less of the GPU is ours than it says.  How much less nobody says: half is tried.
+                # We have less of the GPU than it reports.  Nothing tells how much less, so half of the blocks is tried.
                 raise too_many_blocks(self, launch, launch.blocks // 2) from error
 
         return enqueue_together if launch.cooperative else enqueue
 
     def _function(self, kernel: Kernel, shared_bytes: int) -> int:
-        """The handle of the compiled function, allowed that much dynamic shared memory."""
+        """Return the handle of the compiled function, with this much dynamic shared memory allowed."""
         if kernel not in self._functions:
             module = cupy.RawModule(
                 code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
@@ -184,12 +185,12 @@ class CupyDevice:
 
     def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
         try:
-            from cupy.cuda import cufft  # found and loaded when it is first asked for
+            from cupy.cuda import cufft  # loads the library on its first import
         except ImportError as error:
             raise no_transforms(self, str(error)) from error
 
         def transforms() -> _Transforms:
-            """Those of the current stream, and of the thread."""
+            """Return the transforms of the current stream and thread."""
             return self._kept(self._thread.transforms, get_current_stream(self.ordinal).ptr, _Transforms)
 
         def plan() -> Any:
@@ -203,7 +204,7 @@ class CupyDevice:
 
         with self.current():
             if not self.is_capturing():
-                plan()  # so that another is made of the whole call before any of it has run, where this needs more memory
+                plan()  # if this needs too much memory, the whole call is planned again before any step has run
         return enqueue
 
     def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
@@ -231,12 +232,12 @@ class CupyDevice:
         return in_range
 
     def _handle(self, stream: int) -> int:
-        """The current thread's handle for a stream of this device."""
+        """Return the handle of the current thread for a stream of this device."""
         return self._kept(self._thread.handles, stream, lambda: _Handle(stream)).handle
 
     @staticmethod
     def _kept(of_streams: OrderedDict[int, OwnedT], stream: int, make: Callable[[], OwnedT]) -> OwnedT:
-        """What the current thread has for a stream of this device, made where it has nothing yet."""
+        """Return the current thread's object for a stream of this device, made on first use."""
         if stream in of_streams:
             of_streams.move_to_end(stream)
         else:
@@ -247,37 +248,37 @@ class CupyDevice:
 
 
 class _LoadedKernel:
-    """One compiled variant, and the most dynamic shared memory that a launch of it was allowed."""
+    """One compiled variant, and the most dynamic shared memory that its launches have been allowed so far."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._allowed = _WITHOUT_ASKING
 
     def allow(self, shared_bytes: int) -> int:
-        """The driver's handle of the function."""
-        if shared_bytes > self._allowed:  # never lowered: other plans launch the same function
+        """Allow this much dynamic shared memory, and return the driver's handle of the function."""
+        if shared_bytes > self._allowed:  # never lowered, since other plans launch the same function
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes
         return self._raw.kernel.ptr
 
 
 class _Thread(threading.local):
-    """What a device has for each thread that uses it; made at a thread's first use, when the device is current."""
+    """The state of a device per thread, made when a thread first uses the device, which is current then."""
 
     def __init__(self) -> None:
         self.handles: OrderedDict[int, _Handle] = OrderedDict()
         self.transforms: OrderedDict[int, _Transforms] = OrderedDict()
         self.nothing_to_do = nullcontext()
-        # A thread that has not called CUDA yet has no context, which the driver's calls need and do not make.
+        # A thread that has not called the CUDA runtime has no context.  Driver calls need one and do not create it.
         cupy.cuda.runtime.memGetInfo()
 
 
 class _Handle:
-    """A cuBLAS handle, and the workspace it owns, bound to one stream for good."""
+    """A cuBLAS handle with its workspace, bound to one stream for its whole life."""
 
     def __init__(self, stream: int) -> None:
         self.handle = _create_handle()
-        # At the interpreter's end nothing is destroyed: the process gives back all of it, and CuPy may be gone.
+        # Nothing is destroyed at interpreter exit: the process frees everything, and CuPy may be gone already.
         weakref.finalize(self, _destroy_handle, self.handle, cupy.cuda.runtime.getDevice()).atexit = False
         cublas.setStream(self.handle, stream)
         cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
@@ -285,7 +286,7 @@ class _Handle:
 
 
 class _Place:
-    """An address, as a cuFFT plan of CuPy asks an array for it."""
+    """An address with the attributes of an array that CuPy's cuFFT plans read."""
 
     __slots__ = ("ptr",)
 
@@ -298,19 +299,19 @@ class _Place:
 
 
 class _Transform(NamedTuple):
-    """A cuFFT plan of CuPy, and the memory that it works in."""
+    """A cuFFT plan of CuPy, and the size of its work area."""
 
     plan: Any
     nbytes: int
 
     def work_in(self, area: Any) -> None:
-        """CuPy has no name for this function of cuFFT's."""
+        """Set the work area of the plan, by a cuFFT function that CuPy does not expose."""
         if status := _cufft().cufftSetWorkArea(ctypes.c_int(self.plan.handle), ctypes.c_void_p(area.ptr)):
             raise RuntimeError(f"cufftSetWorkArea failed with cufftResult {status}")
 
 
 class _Transforms:
-    """The cuFFT plans of one stream, which come one after the other, so that all may work in the same memory."""
+    """The cuFFT plans of one stream; they run one after the other, so that all share one work area."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[TransformArguments, _Transform] = OrderedDict()
@@ -320,7 +321,7 @@ class _Transforms:
         return arguments in self._plans
 
     def plan(self, arguments: TransformArguments, make: Callable[..., Any], check: Callable[[int], None]) -> Any:
-        """The plan for a transform; MemoryError where there is no memory for it to work in, of which `check` hears first."""
+        """Return the plan for a transform, or raise MemoryError; `check` gets the size of its work area first."""
         if arguments in self._plans:
             self._plans.move_to_end(arguments)
             return self._plans[arguments].plan
@@ -330,7 +331,7 @@ class _Transforms:
 
         def allocated(nbytes: int) -> Any:
             nonlocal asked
-            if asked is not None:  # by a call in the midst of this one, a finalizer's: not for the plan
+            if asked is not None:  # a finalizer allocates meanwhile: not for the plan
                 return allocate(nbytes)
             asked = nbytes
             check(nbytes)
@@ -344,7 +345,7 @@ class _Transforms:
         return plan
 
     def capture(self, arguments: TransformArguments, source: int, target: int) -> None:
-        """Let a graph have the transform: memory for it is allocated, and freed, at every launch; the plan stays for good."""
+        """Capture the transform; the graph allocates and frees a work area per launch, and the plan is never freed."""
         transform = self._plans[arguments]
         area = cupy.cuda.malloc_async(transform.nbytes)
         transform.work_in(area)
@@ -354,25 +355,25 @@ class _Transforms:
 
     @_with_memory_errors
     def _lent(self, nbytes: int, allocate: Callable[[int], Any]) -> Any:
-        """Memory for a plan that is being made.  Where that is more than there was, the others are made anew, with it."""
+        """Return the shared work area for a new plan; a larger area replaces a small one and drops all other plans."""
         if self._work_area is None or self._work_area.mem.size < nbytes:
             self._plans.clear()
             self._work_area = None
             self._work_area = allocate(nbytes)
-        # Not the plan's own: one that a graph has lives longer.
+        # The plan does not own the area, since a plan in a graph lives longer.
         mem = self._work_area.mem
         return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(self._work_area.ptr, nbytes, None, mem.device_id), 0)
 
 
-#: Of a stream without any.
+#: For a stream without transforms.
 _NO_TRANSFORMS = _Transforms()
-#: Plans in graphs, by their handles: nobody says when a graph is gone.
+#: Plans in graphs, by handle.  They are never removed, because nothing tells when a graph is destroyed.
 _IN_GRAPHS: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1)
 def _cufft() -> ctypes.CDLL:
-    """The library that CuPy has loaded."""
+    """Return the cuFFT library that CuPy has loaded."""
     from cuda import pathfinder
 
     return ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("cufft").abs_path)
@@ -384,7 +385,7 @@ def _destroy_handle(handle: int, ordinal: int) -> None:
 
 
 def _create_handle() -> int:
-    """A new handle; where CuPy's pool has left cuBLAS no memory for it, what the pool does not use is freed."""
+    """Return a new handle; if there is no memory for it, first free the unused memory of CuPy's pool."""
     try:
         return cublas.create()
     except cublas.CUBLASError:

@@ -1,7 +1,7 @@
-"""The interface between the CUDA backend and a GPU: the few things that a plan needs of a device.
+"""The interface between the CUDA backend and a GPU: the few operations that a plan needs from a device.
 
-Two implementations exist: `cupy_device.CupyDevice`, and a device in the tests that compiles the same
-kernels for the host.  So all that calls this interface is executed by every test run, GPU or none.
+Two implementations exist: `cupy_device.CupyDevice`, and a device in the tests that compiles the same kernels for the
+host.  So every test run executes all code that calls this interface, with or without a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from cupyconv.problem.problems import TooManyBlocks, UnlikeItsModel
 
 
 class GemmArguments(NamedTuple):
-    """The arguments of ``cublasGemmStridedBatchedEx``, in its order and its terms: column-major.
+    """The arguments of ``cublasGemmStridedBatchedEx`` in its own order, for column-major matrices.
 
-    `alpha` and `beta` are addresses on the host, `a`, `b` and `c` on the device; types are cudaDataType_t
-    and cublasComputeType_t; an operation is 0 (none), 1 (transpose) or 2 (conjugate transpose); strides count elements.
+    `alpha` and `beta` are host addresses; `a`, `b` and `c` are device addresses.  Types are values of cudaDataType_t
+    and cublasComputeType_t.  An operation is 0 (none), 1 (transpose) or 2 (conjugate transpose).  Strides count
+    elements.
     """
 
     transa: int
@@ -49,10 +50,11 @@ class GemmArguments(NamedTuple):
 
 
 class TransformArguments(NamedTuple):
-    """The arguments of ``cufftMakePlanMany``, in its order, and the direction: -1 forward, 1 inverse.
+    """The arguments of ``cufftMakePlanMany`` in its own order, and the direction: -1 forward, 1 inverse.
 
-    Image b begins `idist` elements after the one before, and its elements lie as those of a C-ordered array of the shape
-    `inembed` do, `istride` times as far apart; so do the results.  `type` is a cufftType.
+    Image b + 1 begins `idist` elements after image b.  An image has the layout of a C-ordered array of shape `inembed`,
+    with all strides multiplied by `istride`.  `onembed`, `ostride` and `odist` describe the results alike.  `type` is a
+    cufftType.
     """
 
     size: tuple[int, ...]
@@ -70,77 +72,79 @@ class TransformArguments(NamedTuple):
 class Device(Protocol):
     """One CUDA device, as the backend sees it.  All work is enqueued on the caller's current stream."""
 
-    #: What plans are made for; `too_many_blocks` lowers what it says of room.
+    #: The model that plans are made for; `too_many_blocks` lowers its `room`.
     model: GpuModel
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make this device the current one for the length of a ``with`` block."""
+        """Return a context manager that makes this device the current one."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An uninitialised C-ordered array of this device's array type."""
+        """Return an uninitialised C-ordered array of this device's array type."""
 
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An uninitialised array for a graph that is being captured, which allocates and frees it at every launch."""
+        """Return an uninitialised array for the graph being captured, which allocates and frees it at every launch."""
 
     def from_host(self, array: np.ndarray) -> Any:
-        """A copy of an array in the host's memory."""
+        """Return a copy on this device of an array in host memory."""
 
     def convert(self, array: Any, dtype: np.dtype) -> Any:
-        """`array` in another dtype, C-ordered."""
+        """Return a C-ordered copy of `array` in another dtype."""
 
     def pointer(self, array: Any) -> int:
-        """The address of the array's first element (index 0 along every axis); it may be null where there is none."""
+        """Return the address of the first element (index 0 along every axis); it may be null for an empty array."""
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
-        """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""
+        """Return a key of the device, dtypes and layouts of arrays: arrays with equal keys may share a plan."""
 
     def synchronize(self) -> None:
-        """Wait for all that was enqueued on the current stream."""
+        """Wait for all work enqueued on the current stream."""
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph instead of running what it gets."""
+        """Return whether the current stream is capturing a graph."""
 
     def argument(self, params: np.ndarray) -> Any:
-        """`params`, one element of plain bytes, as a launch takes it: by reference, read when it is enqueued."""
+        """Return `params`, one element of plain bytes, as a launch takes it: by reference, read when enqueued."""
 
     def load(self, launch: KernelLaunch) -> Callable[[Any], None]:
-        """A function that enqueues this launch; the kernel's one parameter is what `argument` made, passed by value.
+        """Return a function that enqueues this launch.
 
-        The blocks of a cooperative launch are all on the GPU at once.  Where there is no room for that, `load` raises
-        what `too_many_blocks` gives; or the function does, where only the launch itself shows it.
+        The function takes what `argument` made of the kernel's only parameter, which the launch passes by value.  The
+        blocks of a cooperative launch are all on the GPU at once.  If they do not fit, `load` raises the error of
+        `too_many_blocks`; the function raises it if only the launch itself shows this.
         """
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
-        """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""
+        """Call ``cublasGemmStridedBatchedEx`` with the default algorithm."""
 
     def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
-        """A function that enqueues this transform, given the addresses of its source, which may be overwritten, and target.
+        """Return a function that enqueues this transform.
 
-        Where there is no cuFFT, `load_transform` raises what `no_transforms` gives; where cuFFT needs more than
-        `work_bytes` to work in, what `more_to_work_in` gives.
+        The function takes the addresses of the source, which may be overwritten, and the target.  `load_transform`
+        raises the error of `no_transforms` without cuFFT, and the error of `more_to_work_in` if cuFFT's work area needs
+        more than `work_bytes`.
         """
 
     def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
-        """RuntimeError where the current stream, which is capturing, has not had one of these transforms before."""
+        """Raise RuntimeError unless the current stream, which is capturing, has a plan for each of these transforms."""
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`function`, shown by profilers as a range with this label; itself unless that was asked for."""
+        """Return `function` wrapped in a profiler range with this label, or unchanged unless ranges were asked for."""
 
 
 def too_many_blocks(device: Device, launch: KernelLaunch, room: int) -> TooManyBlocks:
-    """The error for a cooperative launch on a device with room for fewer blocks; later plans and `explain` know it."""
+    """Return the error for a cooperative launch whose blocks do not fit, and update the model for later plans."""
     device.model = replace(device.model, room=room)
     return TooManyBlocks(f"{launch.kernel}: {launch.blocks} blocks have to run at once, there is room for {room}")
 
 
 def more_to_work_in(device: Device, nbytes: int, counted: int) -> UnlikeItsModel:
-    """The error for a transform that needs more memory than was counted; later plans and `explain` know it."""
+    """Return the error for a transform that needs more memory than counted, and update the model for later plans."""
     area = device.model.transform_area * nbytes / counted
-    device.model = replace(device.model, transform_area=1.01 * area)  # a little more: `counted` is rounded up
+    device.model = replace(device.model, transform_area=1.01 * area)  # slightly more, since `counted` is rounded up
     return UnlikeItsModel(f"a transform works in {nbytes:,} bytes, {counted:,} were counted")
 
 
 def no_transforms(device: Device, why: str) -> UnlikeItsModel:
-    """The error for a transform on a device without cuFFT; later plans and `explain` know it."""
+    """Return the error for a transform on a device without cuFFT, and update the model for later plans."""
     device.model = replace(device.model, has_transforms=False)
     return UnlikeItsModel(f"there is no cuFFT: {why}")

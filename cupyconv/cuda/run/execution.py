@@ -1,7 +1,7 @@
-"""Run a plan on a device: workspace, launches and GEMM calls, enqueued in order, nothing waited for.
+"""Run a plan on a device: allocate the workspace, then enqueue all launches and GEMM calls in order, without waiting.
 
-What does not change from call to call is done once, when a plan is prepared: kernels are loaded, parameter
-structs packed, GEMM arguments listed.  A run looks up where its buffers are and writes the addresses in.
+Preparing a plan does once what does not change between calls: it loads the kernels, packs the parameter structs and
+lists the GEMM arguments.  A run only looks up the addresses of its buffers and writes them in.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from cupyconv.problem.plan import (
     every_step,
 )
 
-#: cudaDataType_t
+#: Values of cudaDataType_t.
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
-#: cublasComputeType_t, and the host type of alpha and beta
+#: Values of cublasComputeType_t, which also determines the host type of alpha and beta.
 _COMPUTE_TYPE = {"float32": 68, "tf32": 77, "float64": 70}
 
-#: cufftType: of real images into spectra, of spectra into real images, of complex numbers either way.
+#: Values of cufftType: from real images to spectra, from spectra to real images, and for complex numbers both ways.
 _FORWARD_TYPE = {"float32": 0x2A, "float64": 0x6A, "complex64": 0x29, "complex128": 0x69}
 _INVERSE_TYPE = _FORWARD_TYPE | {"float32": 0x2C, "float64": 0x6C}
 _FORWARD, _INVERSE = -1, 1
@@ -47,17 +47,18 @@ _NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
 
 _BYTES = np.dtype(np.uint8)
 
-#: The address of an array without elements, which CuPy gives no memory: null says to a kernel that there is no array.
+#: Stands for the address of an array without elements, which is null in CuPy.  To a kernel, null means that there is no
+#: array.
 _NOWHERE = 256
 
 
 class PreparedPlan:
-    """A plan with all done that a repeated call need not do again."""
+    """A plan with all the work done that is the same in every call."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
         self._device = device
-        #: A buffer's place among the addresses of a run.
+        #: Buffer name -> its index among the addresses of a run.
         slots: defaultdict[str, int] = defaultdict(lambda: len(slots))
         self._steps = [_prepared_step(step, (), slots, device) for step in plan.steps]
         self._buffers = tuple(slots)
@@ -69,7 +70,7 @@ class PreparedPlan:
             _transform_arguments(step) for step in every_step(plan.steps) if isinstance(step, Transform)
         ]
         self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
-        #: Enqueues every step, given the plan's arguments and result by name.
+        #: Enqueues every step; its argument is a mapping from names to the plan's arguments and result.
         self.run = device.annotated(f"{plan.method}: {plan.problem}", self._run)
 
     def _run(self, arrays: Mapping[str, Any]) -> None:
@@ -91,7 +92,7 @@ class PreparedPlan:
 
 
 def _why_not_in_a_graph(plan: Plan) -> str:
-    """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
+    """Return why a CUDA graph cannot capture a run of this plan, or an empty string if it can."""
     if any(isinstance(step, GemmCall) for step in every_step(plan.steps)):
         return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
     if plan.conversions:
@@ -102,20 +103,20 @@ def _why_not_in_a_graph(plan: Plan) -> str:
     return ""
 
 
-#: Of the rounds that a step is in, outermost first: which one it is.
+#: The index of the current round in each `Rounds` around a step, outermost first.
 At = tuple[int, ...]
 
 
 class _PreparedLaunch:
-    """A kernel launch with its parameter struct packed but for the addresses.
+    """A kernel launch whose parameter struct is packed except for the addresses.
 
-    `seconds` are what the launch is in the second round of each of the rounds that it is in, outermost first.
+    `seconds` has one launch for each `Rounds` around this one, outermost first: this launch in the second round.
     """
 
     def __init__(
         self, launch: KernelLaunch, seconds: Sequence[KernelLaunch], slots: Mapping[str, int], device: Device
     ) -> None:
-        #: Enqueues the launch, given the `argument` of bound parameters.
+        #: Enqueues the launch; its argument is `BoundParameters.argument`.
         self.enqueue = device.load(launch)
         self.parameters = PackedParameters(launch, slots, device.argument, seconds)
 
@@ -126,7 +127,7 @@ class _PreparedLaunch:
 
 
 class _PreparedLoop:
-    """Launches that are repeated: packed once, bound once a run, and only the counter written between them."""
+    """Repeated launches: packed once, bound once per run; only the counter is written before each launch."""
 
     def __init__(
         self, loop: LaunchLoop, seconds: Sequence[LaunchLoop], slots: Mapping[str, int], device: Device
@@ -149,19 +150,19 @@ class _PreparedLoop:
 
 
 class _PreparedForm:
-    """What a launch makes of an argument once, where the argument's elements stay as they are."""
+    """A form of an argument, such as a packed weight, that is made once and cached if the argument is constant."""
 
     def __init__(self, buffer: Buffer, device: Device) -> None:
         assert buffer.made_by is not None
         self.name = buffer.name
         self._of, self._shape, self._device = buffer.of, (buffer.nbytes,), device
-        #: Equal where equal launches make it, whichever plan they are of; of a string the hash is worked out once.
+        #: Equal for equal launches, even from different plans.  Python computes the hash of a string only once.
         self._key = repr(buffer.made_by)
         self._slots = {buffer.of: 0, buffer.name: 1}
         self._launch = _PreparedLaunch(buffer.made_by, (), self._slots, device)
 
     def found(self, arrays: Mapping[str, Any]) -> Any:
-        """Where it is kept, or else made now, with nothing kept of it where a graph makes it at every launch."""
+        """Return the cached form, or make it; during a capture it is not cached, as the graph makes it per launch."""
         argument, device = arrays[self._of], self._device
         forms = forms_of(argument)
         kept = forms and forms.get(self._key)
@@ -183,7 +184,7 @@ class _PreparedForm:
 
 
 class _PreparedRounds:
-    """Steps that are repeated for one chunk after the other: prepared once, going on with each round."""
+    """Steps that are repeated for every chunk: prepared once; offsets advance with each round."""
 
     def __init__(self, rounds: Rounds, seconds: Sequence[Rounds], slots: Mapping[str, int], device: Device) -> None:
         self._numbers = range(rounds.times)
@@ -197,13 +198,13 @@ class _PreparedRounds:
 
 
 class _PreparedGemm:
-    """A GEMM call listed but for its addresses; alpha and beta stay on the host, where cuBLAS reads them.
+    """The arguments of a GEMM call except for the addresses; cuBLAS reads alpha and beta from host memory.
 
-    A row-major call as cuBLAS, which is column-major, has it: operands swapped.
+    cuBLAS is column-major, so a row-major call swaps its operands:
 
     ::
 
-        row-major  C[m, n] = A[m, k] B[k, n]      is, read by columns,      C'[n, m] = B'[n, k] A'[k, m]
+        row-major  C[m, n] = A[m, k] B[k, n]      is, in column-major order,      C'[n, m] = B'[n, k] A'[k, m]
     """
 
     def __init__(self, call: GemmCall, seconds: Sequence[GemmCall], slots: Mapping[str, int]) -> None:
@@ -233,7 +234,7 @@ class _PreparedGemm:
 
 
 class _PreparedTransform:
-    """A cuFFT call described but for its addresses."""
+    """A cuFFT call with everything but its addresses."""
 
     def __init__(
         self, transform: Transform, seconds: Sequence[Transform], slots: Mapping[str, int], device: Device
@@ -250,7 +251,7 @@ class _PreparedTransform:
 
 
 def _transform_arguments(transform: Transform) -> TransformArguments:
-    """A transform as cuFFT is told of it."""
+    """Return a transform as cuFFT's arguments."""
     size, spectrum = transform.size, transform.frequencies
     sides = (spectrum, size) if transform.inverse else (size, spectrum)
 
@@ -278,7 +279,7 @@ def _prepared_step(step: Step, seconds: Sequence[Step], slots: Mapping[str, int]
 
 
 def _described(matrix: Matrix, dtype: str) -> tuple[int, int, int, int]:
-    """Address, which is not known yet, type, leading dimension and stride."""
+    """Return address (0, as it is not known yet), type, leading dimension and stride."""
     return 0, _DATA_TYPE[dtype], matrix.ld, matrix.stride
 
 

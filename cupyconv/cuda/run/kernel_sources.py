@@ -1,7 +1,7 @@
-"""Where the CUDA sources are, in a wheel, a source tree or an editable install, and their hash.
+"""Find the CUDA sources in a wheel, a source tree or an editable install, and hash them.
 
-The hash goes into every compilation as a macro: compile caches key on the text of the one file they
-are given and on the options, and would miss an edit of an included header.
+Every compilation gets the hash as a macro.  Compile caches use only the text of the compiled file and the options as
+their key, so that they would miss an edit of an included header.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 @lru_cache(maxsize=1)
 def kernel_directory() -> Path:
-    """``cupyconv/kernels`` of an installed package, else ``kernels`` beside the package."""
+    """Return ``cupyconv/kernels`` of an installed package, else the directory ``kernels`` next to the package."""
     for directory in (_PACKAGE / "kernels", _PACKAGE.parent / "kernels"):
         if (directory / "portable.cuh").is_file():
             return directory
@@ -27,7 +27,7 @@ def kernel_source(name: str, directory: Path | None = None) -> str:
 
 
 def source_hash(directory: Path | None = None) -> str:
-    """Sixteen hex digits that change with any source or header."""
+    """Return sixteen hex digits that change with any source or header."""
     digest = hashlib.sha256()
     for path in sorted((directory or kernel_directory()).glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -40,7 +40,7 @@ def _installed_hash() -> str:
 
 
 def compile_options(macros: tuple[tuple[str, str], ...], directory: Path | None = None) -> tuple[str, ...]:
-    """NVRTC options for one variant."""
+    """Return the NVRTC options for one variant."""
     digest = _installed_hash() if directory is None else source_hash(directory)
     return (
         "-std=c++17",

@@ -1,7 +1,7 @@
 """The C++ parameter structs of the kernels, mirrored as NumPy dtypes.
 
-A test holds size and every offset against what the compilers say.  A launch's values become bytes once,
-`PackedParameters`; every call writes the addresses of its arrays in.
+A test compares the size and every offset with the compilers' values.  `PackedParameters` converts the values of a
+launch to bytes once; every call writes the addresses of its arrays into a copy.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _RECURRENT_GRADIENT = _struct(
 _PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
 _BOX = _struct(size=(INT32, 3))
 
-#: Kernel name -> its one parameter.
+#: Kernel name -> the struct that is its only parameter.
 PARAMETERS = {
     "merge": _struct(
         sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
@@ -188,12 +188,12 @@ PARAMETERS = {
 
 
 class BoundParameters:
-    """A parameter struct in memory of its own, and what a device launches with it."""
+    """A copy of a parameter struct, and the `argument` that a device launches with it."""
 
     __slots__ = ("argument", "integers", "params", "words")
 
     def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
-        # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
+        # Plain bytes: if NumPy had to describe a nested struct to CuPy, this would take longer than a launch.
         self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
         self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
         self.integers = memoryview(self.params.view(np.int32))  # type: ignore[arg-type]
@@ -201,13 +201,13 @@ class BoundParameters:
 
 
 class PackedParameters:
-    """A launch's parameter struct with holes where addresses go.
+    """The parameter struct of a launch, with holes for addresses.
 
-    A launch copies its parameters as it is enqueued, so their memory serves again, but one launch at a time:
-    `bind` hands out memory that no other thread has, and `give_back` takes it once the launch is enqueued.
+    A launch copies its parameters when it is enqueued, so that their memory can be reused, but by one launch at a time.
+    `bind` hands out memory that no other thread uses; `give_back` returns it after the launch is enqueued.
 
-    Of a launch that is repeated, `seconds` are what it is in the second of each of the rounds that it is in: what they
-    have otherwise goes on from round to round.
+    `seconds` has one launch for each `Rounds` around this one, outermost first: this launch in the second round.
+    Whatever differs in the second round advances by the same amount from round to round.
     """
 
     def __init__(
@@ -221,13 +221,14 @@ class PackedParameters:
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
         assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
         template = np.zeros((), dtype)
-        self._addresses: list[tuple[int, Address]] = []  # byte offset, what goes there
+        self._addresses: list[tuple[int, Address]] = []  # byte offset, address to write there
         self._fill(template, 0, tuple(value for _, value in launch.params))
         self._holes = [(at // 8, slots[address.buffer], address.offset) for at, address in self._addresses]
         self._template = template.reshape(1).view(np.uint64)
         self._argument_of = argument_of
         self._free: list[BoundParameters] = []
-        #: Words that go on from round to round: their values in the first, and by how much in each of the rounds.
+        #: Words that change from round to round: index, value in the first round (None for addresses), step per
+        #: `Rounds`.
         self._moving = self._going_on([PackedParameters(second, slots, argument_of) for second in seconds])
 
     def _going_on(self, seconds: list[PackedParameters]) -> list[tuple[int, int | None, list[int]]]:
@@ -245,13 +246,13 @@ class PackedParameters:
         return moving
 
     def place(self, field: str) -> int:
-        """Where an int32 field is among `BoundParameters.integers`."""
+        """Return the index of an int32 field in `BoundParameters.integers`."""
         fields = self._dtype.fields
         assert fields is not None and fields[field][0] == INT32
         return fields[field][1] // 4
 
     def bind(self, addresses: Sequence[int], at: Sequence[int] = ()) -> BoundParameters:
-        """The struct with the addresses of a run's buffers, by slot, filled in, as it is in a round of rounds."""
+        """Return the struct with the addresses of a run's buffers, by slot; `at` has the index in each `Rounds`."""
         try:
             bound = self._free.pop()
         except IndexError:
@@ -264,7 +265,7 @@ class PackedParameters:
         return bound
 
     def give_back(self, bound: BoundParameters) -> None:
-        """The launch of what `bind` gave is enqueued."""
+        """Reuse memory from `bind` after its launch is enqueued."""
         self._free.append(bound)
 
     def _fill(self, struct: np.ndarray, base: int, values: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ struct SampleParams {
     void* result;
 };
 
-// TO[i] = FROM[i] for as many elements as TO has, by all threads of the block.
+// Copies as many elements as TO has from FROM, by all threads of the block.
 template <class T, int COUNT>
 __device__ void copy_to_shared(T (&to)[COUNT], const void* from) {
     for (int i = threadIdx.x; i < COUNT; i += blockDim.x) to[i] = static_cast<const T*>(from)[i];
