@@ -1,5 +1,4 @@
-"""Backward pass through an epilogue, block by block: the activation's derivative and each channel's sum, while in
-cache.
+"""Backward pass through an epilogue, block by block in cache: the activation's derivative and each channel's sum.
 
 The plan fixes the order of additions, so sums are the same in every run.
 """
