@@ -1,4 +1,4 @@
-"""What tests of `python -m cupyconv bench` share: cases in little, a clock that tells what it is told, machines."""
+"""Shared by the tests of `python -m cupyconv bench`: small cases, a clock that reports given times, machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupyconv.bench.recurrent_layers import RecurrentCase
 from cupyconv.demo.libraries import numpy_library
 from cupyconv.problem.arrays import ITEMSIZE
 
-#: Every kind of case in little: ranks, merges, groups, strides, dilation, lopsided padding, layouts, dtypes.
+#: Small cases of every kind: ranks, merges, groups, strides, dilation, asymmetric padding, layouts, dtypes.
 SMALL = (
     Case("merge", 3, (2, 1, 3), (50,), 4, (1,), loop=True),
     Case("merge of planes, channels-last", 2, (2, 3), (5, 6), 4, (1, 1), channels_last=True),
@@ -38,13 +38,14 @@ RECURRENT = tuple(
     for dtype in ("float32", "float16", "bfloat16", "float64")
 )
 
-#: Both gradients of the small cases that have them, and single steps.
+#: Both gradients of the small cases that have gradients.
 GRADIENTS = tuple(
     GradientCase(**asdict(case) | {"name": f"{of} gradient of {case.name}"}, of=of)
     for case in SMALL
     if not (case.then or case.tf32 or case.channels_last or case.misaligned or case.dtype not in ("float32", "float64"))
     for of in ("input", "weight")
 )
+#: Single steps of recurrent layers.
 STEPS = tuple(RecurrentCase(f"{cell} step", cell, 1, 3, 5, 7, single=True) for cell in ("lstm", "gru"))
 FILTERS = (
     Case("filter", 1, (1,), (9, 11), 1, (3, 5), padding=((1, 1), (2, 2)), dtype="float64"),
@@ -63,7 +64,7 @@ every_small_case = pytest.mark.parametrize("case", SMALL, ids=str)
 
 
 class ToldClock:
-    """Runs a call and tells a time that was said before: 1 s, unless `seconds` has one for the call."""
+    """Runs a call and reports a given time: 1 s, or what `seconds` returns for the call."""
 
     rounds = (2, 3)
     warm_up = 3
@@ -91,7 +92,7 @@ def numpy_machine(**changes):
 
 
 def on_the_host_device():
-    """The CUDA backend on the host device, as `cuda_machine` describes a GPU."""
+    """The CUDA backend on the host device, described as `cuda_machine` describes a GPU."""
     target = host_device_target()
     library = replace(numpy_library(), name="host device", to_host=target.to_host)
     return numpy_machine(

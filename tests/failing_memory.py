@@ -1,7 +1,7 @@
-"""NumPy's memory from an allocator that fails from its n-th allocation on: one of NEP 49's handlers.
+"""An allocator for NumPy that fails from its n-th allocation on, installed as a handler of NEP 49.
 
-The allocator is a few lines of C, since it runs where no Python may.  NumPy takes it as a capsule of a
-``PyDataMem_Handler``; `PyDataMem_SetHandler` is the entry 304 of its C API.
+The allocator is a few lines of C, because it runs where Python code may not.  NumPy accepts it as a capsule of a
+``PyDataMem_Handler``; `PyDataMem_SetHandler` is entry 304 of its C API.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _set_handler() -> Callable[[object], object]:
 
 @contextmanager
 def failing_memory(number: int, times: int = 1) -> Iterator[Callable[[], int]]:
-    """In this thread so many of NumPy's allocations get no memory, from that number on; none if it is negative.
+    """Let `times` of NumPy's allocations in this thread fail, from the one with this number on; none if negative.
 
-    Gives a function that counts them so far.
+    The context manager yields a function that returns the number of allocations so far.
     """
     library, new_capsule = _library(), ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object

@@ -1,11 +1,11 @@
-"""What convolutions by transforms are tested with, on both backends."""
+"""Cases for the tests of FFT convolutions on both backends."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MODES = ("reflect", "symmetric", "edge", "wrap")
-#: Shapes of x and weight, and settings: every rank, axes of one tap, steps of all kinds, groups, padding modes, no elements.
+#: Shapes of x and weight, settings: every rank, one-tap axes, strides, dilations, groups, padding modes, no elements.
 CASES = {
     "2-D": ((2, 3, 13, 11), (4, 3, 5, 4), dict(padding="same")),
     "1-D": ((2, 3, 67), (4, 3, 9), dict(padding=((8, 0),))),

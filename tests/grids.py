@@ -1,13 +1,13 @@
-"""Large grids of parameters: by default every pair of values, with ``--nightly`` every combination.
+"""Large grids of parameters: by default every pair of values occurs, with ``--nightly`` every combination.
 
 ::
 
     @pytest.mark.grid(case=CASES, variant=VARIANTS, stride=[1, 2])
     def test_something(case, variant, stride): ...
 
-is what three stacked ``parametrize`` would be, but for the number of tests.  An axis is a list, or a dict from ids to
-values.  A fault in code of this kind nearly always shows with one value, or with two together: a dtype and a tile, a
-padding mode and a layout.  Where three decide what is compiled or which branch is taken, ``together=3`` asks for those.
+is the same as three stacked ``parametrize``, except for the number of tests.  An axis is a list, or a dict from ids to
+values.  A fault in code of this kind nearly always shows with one value, or with a pair: a dtype and a tile, a padding
+mode and a layout.  If three values together decide what is compiled or which branch runs, use ``together=3``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Axis = Sequence[Any] | Mapping[str, Any]
 
 
 def fewest(covered_by: Sequence[Set[Hashable]]) -> list[int]:
-    """Indices of few of these sets that together hold all that all of them hold.
+    """Return the indices of few of these sets whose union is the union of all of them.
 
-    Next taken is always the set that holds most of what is still missing, and of equals the first: every process
-    finds the same ones.
+    The next set is always the one with the most missing elements, and the first of equal ones, so that every process
+    finds the same sets.
     """
     missing = set().union(*covered_by)
     chosen = []
@@ -37,10 +37,10 @@ def fewest(covered_by: Sequence[Set[Hashable]]) -> list[int]:
 
 
 def covering_rows(axes: Sequence[Sequence[Any]], together: int = 2) -> list[tuple[int, ...]]:
-    """Rows of the product of these axes, as indices, in which any values of so many axes occur `together`.
+    """Return rows of the product of these axes, as indices; any values of `together` axes occur in some row.
 
-    Dicts of the same keys, such as the macros of a kernel's variants, occur as a whole at least once each, and their
-    items beside every value of the other axes.
+    In an axis of dicts with the same keys, such as the macros of a kernel's variants, each dict occurs at least once
+    as a whole.  Its items occur with every value of the other axes.
     """
     parts = [_parts(number, values) for number, values in enumerate(axes)]
     rows = list(product(*(range(len(axis)) for axis in axes)))
@@ -48,26 +48,26 @@ def covering_rows(axes: Sequence[Sequence[Any]], together: int = 2) -> list[tupl
 
 
 def _parts(number: int, values: Sequence[Any]) -> list[list[Hashable]]:
-    """What is paired with other axes of each value of an axis: its place, or the items of a dict."""
+    """Return what is paired with other axes, for each value of an axis: its index, or the items of a dict."""
     if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
         return [[(number, *item) for item in value.items()] for value in values]
     return [[(number, index)] for index in range(len(values))]
 
 
 def _covered(parts: Sequence[Sequence[Sequence[Hashable]]], row: tuple[int, ...], together: int) -> set[Hashable]:
-    """Each value of a row, and everything that occurs together in it."""
+    """Return each value of a row, and every combination of `together` values in it."""
     of_row = [axis[index] for axis, index in zip(parts, row)]
     return {*enumerate(row), *(found for some in combinations(of_row, together) for found in product(*some))}
 
 
 def combined(*axes: Sequence[Any], full: bool) -> list[tuple[Any, ...]]:
-    """Rows of values: of the whole product, or as few as hold every pair."""
+    """Return rows of values: the whole product, or few rows that contain every pair."""
     rows = product(*(range(len(axis)) for axis in axes)) if full else covering_rows(axes)
     return [tuple(axis[index] for axis, index in zip(axes, row)) for row in rows]
 
 
 def grid_parameters(axes: Mapping[str, Axis], *, full: bool, together: int = 2) -> list[Any]:
-    """What `parametrize` takes for the names of these axes."""
+    """Return the values that `parametrize` accepts for the names of these axes."""
     labels = [[*axis] if isinstance(axis, Mapping) else [_label(value) for value in axis] for axis in axes.values()]
     values = [[*axis.values()] if isinstance(axis, Mapping) else axis for axis in axes.values()]
     rows = product(*(range(len(axis)) for axis in values)) if full else covering_rows(values, together)

@@ -1,28 +1,27 @@
-"""What the compiler made of the kernels: machine code, counted without a GPU.
+"""Machine code of the kernels, counted without a GPU.
 
-As a command, for a list of typical calls, or only for those that launch the kernels named::
+As a command, for a list of typical calls, or only for the calls that launch the named kernels::
 
     python -m tests.machine_code                                     # sm_80 and sm_90
     python -m tests.machine_code recurrent_persistent --arch sm_90
     python -m tests.machine_code depthwise --every                   # every variant, whatever calls it
     python -m tests.machine_code --write                             # the same into machine_code.json
 
-A launch's line says what it takes of a multiprocessor, how many operations it does for a byte that its tiles ask the L2
-cache for, and counts its instructions.  A "-" stands where a launch has no tiles of its own: threads of "direct", depthwise,
-pooling, im2col and col2im kernels read single windows, which meet in the L1 cache as blocks happen to run beside each other.
-Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the
-control flow: a branch to a block that every way to the branch has passed.  Counts are of the code as it lies there: which of
-two branches runs, and how often, they do not say, and a function that is called counts once, with the whole.
+The line of a launch states its use of a multiprocessor, its operations per byte that its tiles request from the L2
+cache, and the counts of its instructions.  A "-" means that a launch has no tiles of its own: threads of "direct",
+depthwise, pooling, im2col and col2im kernels read single windows.  These share data in the L1 cache only if their
+blocks happen to run at the same time.  A line for every loop follows, indented by its depth; its counts include the
+loops inside.  A branch to a block that dominates the branch closes a loop.  Counts are static: they do not tell which
+of two branches runs, or how often, and a called function counts once, as part of the whole.
 
-"round" is what a warp issues on one way around a loop, loops inside it once: of the ways with the most products, and of these
-with the most accesses of global memory, stores to shared memory and barriers, one with the fewest calls, then the most
-exponentials, which a step past a sample's end has none of, then the fewest instructions.
-Around the loop of a GEMM that is a K-slab, around that of a recurrent layer a step, in which nothing rare happens; of complex64
-alone a slab of which some sums overflow, as these are multiplied twice.
+"round" counts the instructions that a warp issues on one path around a loop, inner loops once.  It is the path with
+the most products; then the most accesses of global memory, stores to shared memory and barriers; then the fewest
+calls; then the most exponentials, because a step past a sample's end has none; then the fewest instructions.  For the
+loop of a GEMM this is a K-slab, for that of a recurrent layer a step, in which nothing rare happens.  Only for
+complex64 it is a slab in which some sums overflow, because these are multiplied twice.
 
-The compiler is that of `tests.nvrtc`.  The disassembler comes in the wheel ``nvidia-cuda-nvdisasm``; one on PATH
-serves too.  machine_code.json has the figures of typical calls as they were last written, and
-`tests/test_machine_code.py` compares.
+The compiler is that of `tests.nvrtc`.  The disassembler comes in the wheel ``nvidia-cuda-nvdisasm``; one on PATH works
+too.  machine_code.json has the figures of typical calls as last written; `tests/test_machine_code.py` compares them.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ FIGURES = Path(__file__).with_suffix(".json")
 
 # ---- instructions and loops ---------------------------------------------------------------------------------------
 
-#: What is counted, by what an instruction's name begins with.  "global" are loads and stores, "copy" are those from
-#: global to shared memory past the registers.
+#: Kinds of instructions, by the beginning of their names.  "global" are loads and stores, "copy" are copies from global
+#: to shared memory that bypass the registers.
 KINDS = {
     "mma": r"[HDIQ]G?MMA",
     "fma": r"(FFMA|DFMA|HFMA2)",
@@ -74,7 +73,7 @@ KINDS = {
 }
 COUNTED = ("instructions", *KINDS)
 _KINDS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
-#: What brings a slab to where it is multiplied, barriers included: what is loaded from there once more is not among it.
+#: Instructions that bring a slab to where it is multiplied, and barriers; not the loads from there.
 _BRINGS = re.compile(rf"{KINDS['global']}|{KINDS['copy']}|{KINDS['barrier']}|STS\b")
 
 
@@ -88,7 +87,7 @@ class Instruction:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which of `KINDS` it counts for; a division of integers takes a reciprocal too, or a call where they have 64 bits."""
+        """The `KINDS` that it counts for; an integer division also has a reciprocal, or a call for 64 bits."""
         return _kinds(self.name)
 
 
@@ -99,7 +98,7 @@ def _kinds(name: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Loop:
-    """`depth` is the number of loops around it; `counts` has "instructions" and, of `KINDS`, what occurs; `round` on one way around."""
+    """`depth` counts enclosing loops; `counts` has "instructions" and `KINDS`; `round` counts one path around it."""
 
     depth: int
     counts: Counter[str]
@@ -121,8 +120,8 @@ class Listing:
                 self._labels[label[1]] = len(self.instructions)
             elif found := _INSTRUCTION.match(line):
                 guard, name, operands = found[1], found[2], found[3]
-                # A branch may have a condition among its operands; that of a whole warp is one.  A call of a part of the
-                # same function is one too, which a warp may take from within a loop to where that ends.
+                # A branch may have a condition among its operands; a branch of a whole warp is conditional.  A call of
+                # a part of the same function counts as a branch, because a warp may leave a loop through it.
                 conditional = guard is not None or re.match(r"\s*!?U?P\d", operands) is not None or ".DIV" in name
                 goes = name.startswith(("BRA", "BRX", "JMP", "CALL"))
                 targets = re.findall(r"(\.L_x_\d+)", operands + found[4]) if goes else ()
@@ -130,13 +129,13 @@ class Listing:
                     self.instructions.append(Instruction(name, conditional, tuple(targets)))
 
     def counts(self, of: Iterable[int] | None = None) -> Counter[str]:
-        """Instructions, all or these, in all and by kind."""
+        """Count all instructions, or these, in total and by kind."""
         chosen = self.instructions if of is None else [self.instructions[i] for i in of]
         return Counter(kind for each in chosen for kind in ("instructions", *each.kinds))
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Every loop in the order of the code, an outer one before those inside."""
+        """All loops in the order of the code, an outer loop before those inside."""
         bodies = sorted(self._bodies.items(), key=lambda each: (min(each[1]), -len(each[1])))
         others = self._bodies.values()
         loops = (
@@ -168,7 +167,7 @@ class Listing:
 
     @cached_property
     def _bodies(self) -> dict[int, frozenset[int]]:
-        """Every block that is jumped back to -> all instructions from which its loop goes on."""
+        """Head of each loop (the target of a jump back) -> all instructions of the loop."""
         dominators = _dominators(self._order, self._preceding)
         bodies: dict[int, set[int]] = {}
         for i in self._order:
@@ -182,10 +181,10 @@ class Listing:
         return {head: frozenset(body) for head, body in bodies.items()}
 
     def _round(self, head: int, body: frozenset[int]) -> list[int]:
-        """A way from a loop's head back to it: the most products, the most of `_BRINGS`, the fewest calls, the most exponentials.
+        """Return a path around a loop: most products, most of `_BRINGS`, fewest calls, most exponentials.
 
-        Of those that have as many of all the shortest.  Where there are products of matrices, no others count: an activation
-        takes some of these too.
+        Among equal paths it is the shortest.  If the loop has matrix products, no other products count, because an
+        activation has some of these too.
         """
         place = self._place
         best: dict[int, tuple[int, ...]] = {head: (0, 0, 0, 0, 0)}
@@ -205,7 +204,7 @@ class Listing:
         return way
 
     def _successors(self, i: int) -> Iterator[int]:
-        """A call is followed by what stands behind it; so is a barrier of a diverged warp."""
+        """Yield the successors; the next instruction follows a call of a function, or a barrier of a diverged warp."""
         instruction = self.instructions[i]
         yield from (self._labels[target] for target in instruction.targets)
         ends = instruction.targets or instruction.name.startswith(("EXIT", "RET", "BRX", "JMX"))
@@ -214,7 +213,7 @@ class Listing:
 
 
 def _reverse_postorder(successors: list[list[int]], entries: list[int]) -> list[int]:
-    """Nodes that can be reached, each before those that it alone leads to."""
+    """Return the reachable nodes, each before the nodes that only it leads to."""
     seen, order = set(entries), []
     pending = [(entry, iter(successors[entry])) for entry in entries]
     while pending:
@@ -230,7 +229,7 @@ def _reverse_postorder(successors: list[list[int]], entries: list[int]) -> list[
 
 
 def _dominators(order: list[int], predecessors: dict[int, list[int]]) -> dict[int, int]:
-    """Node -> the last one before it on every way to it; the entries' is -1.
+    """Return node -> its immediate dominator, the last node before it on every path to it; -1 for an entry.
 
     Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm" (2001).
     """
@@ -264,7 +263,7 @@ def _dominates(head: int, node: int, dominators: dict[int, int]) -> bool:
 
 @cache
 def disassembler() -> Path | None:
-    """nvdisasm: of a wheel, or else on PATH."""
+    """Return the path of nvdisasm, from a wheel or else on PATH."""
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations or () if spec else ()
     found = [
@@ -275,13 +274,13 @@ def disassembler() -> Path | None:
 
 
 def unavailable() -> str | None:
-    """Why no machine code can be read here, or None where it can."""
+    """Return why no machine code can be read here, or None if it can."""
     missing = None if disassembler() else "nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)"
     return nvrtc.unavailable() or missing
 
 
 def listing(cubin: bytes) -> Listing:
-    """The disassembly of what NVRTC has compiled."""
+    """Disassemble what NVRTC has compiled."""
     program = disassembler()
     assert program is not None, unavailable()
     with tempfile.TemporaryDirectory() as folder:
@@ -293,9 +292,9 @@ def listing(cubin: bytes) -> Listing:
 
 @dataclass(frozen=True)
 class Figures:
-    """A kernel's machine code for one architecture; `blocks` is None where the launch is not known.
+    """A kernel's machine code for one architecture; `blocks` and `flops_per_l2_byte` are None if the launch is unknown.
 
-    So is `flops_per_l2_byte`, and where its planner does not count what its tiles ask L2 for.
+    `flops_per_l2_byte` is also None if the planner does not count what the tiles request from L2.
     """
 
     kernel: Kernel
@@ -309,8 +308,9 @@ class Figures:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What machine_code.json keeps: of the loops the one of which products are the largest part, and of those that are in
-        no other a round of the one that multiplies most.
+        """The entry of machine_code.json.
+
+        "inner loop" has the largest share of products; "round" is that of the outermost loop with the most products.
         """
         loops = [loop.counts for loop in self.listing.loops]
         inner = max(
@@ -369,14 +369,14 @@ def _tf32(arch: str) -> Plan:
 
 
 def _recurrent(name: str, dtype: str, method: str) -> Callable[[str], Plan]:
-    """100 steps of 32 samples, 256 inputs and units, with biases."""
+    """Plan 100 steps of 32 samples, 256 inputs and units, with biases."""
     gates = {"rnn": 1, "lstm": 4, "gru": 3}[name]
     x, weight, bias = _array(dtype, 100, 32, 256), _array(dtype, gates * 256, 256), _array(dtype, gates * 256)
     return lambda arch: cupyconv.explain(getattr(cupyconv, name), x, weight, weight, bias, bias, method=method, on=arch)
 
 
 def _recurrent_gradient(dtype: str) -> Callable[[str], Plan]:
-    """What follows such an lstm in a pullback, which `explain` knows nothing of."""
+    """Plan what a pullback runs after such an lstm, which `explain` cannot plan."""
     steps, batch, hidden = 100, 32, 256
     sequence, kept = _array(dtype, steps, batch, hidden), "float32" if dtype == "float16" else dtype
     weight, state = _array(dtype, 1, 4 * hidden, hidden), _array(dtype, 1, batch, hidden)
@@ -399,7 +399,7 @@ def _pair(arch: str) -> Plan:
     return cupyconv.explain(cupyconv.conv_chain, _array("float16", 8, 32, 64, 64), layers, fuse=True, on=arch)
 
 
-#: What is measured for machine_code.json: a name -> the plan for a GPU.
+#: The calls in machine_code.json: name -> function that returns the plan for a GPU.
 TYPICAL: dict[str, Callable[[str], Plan]] = {
     "conv 3x3, float16, channels last": _conv("float16", _channels_last),
     "conv 3x3, float16": _conv("float16"),
@@ -443,7 +443,7 @@ TYPICAL: dict[str, Callable[[str], Plan]] = {
 
 
 def launches(plan: Plan) -> list[KernelLaunch]:
-    """The launches of a plan, one of each kernel, but for the little ones that only prepare."""
+    """Return the launches of a plan, one per kernel, without the small kernels that prepare or finish."""
     every = [each for step in plan.steps for each in (step.launches if isinstance(step, LaunchLoop) else (step,))]
     kernels = {each.kernel: each for each in every if isinstance(each, KernelLaunch)}
     return [each for kernel, each in kernels.items() if kernel.name not in ("epilogue", "pack_weight")]
@@ -506,12 +506,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def written() -> dict[str, Any]:
-    """machine_code.json: typical call -> architecture -> kernel -> its figures."""
+    """Read machine_code.json: typical call -> architecture -> kernel -> its figures."""
     return json.loads(FIGURES.read_text(encoding="utf-8"))
 
 
 def write() -> None:
-    """Write machine_code.json, a line for each kernel."""
+    """Write machine_code.json, one line per kernel."""
     lines = []
     for name in TYPICAL:
         of_call = {
@@ -524,7 +524,7 @@ def write() -> None:
 
 
 def summaries(name: str, arch: str) -> dict[str, dict[str, Any]]:
-    """Of a typical call: kernel -> what machine_code.json has of it."""
+    """Return kernel -> its entry in machine_code.json, for a typical call."""
     return {str(each.kernel): figures(each.kernel, arch, each).summary for each in launches(TYPICAL[name](arch))}
 
 

@@ -1,4 +1,4 @@
-"""Small changes to a module, each of which some test should notice: ``python -m tests.mutation MODULE ...``
+"""Small changes to a module, each of which some test should detect: ``python -m tests.mutation MODULE ...``
 
 ::
 
@@ -7,33 +7,44 @@
     python -m tests.mutation cupyconv/cuda/plan --survivors
     python -m tests.mutation cupyconv/cuda/plan/tiles.py --kinds operator condition
 
-A mutant is the module with one change: a comparison, a sign, a number, a condition, a result, a statement that is left
-out.  Tests that run the changed line try it until one fails, those first that killed most of its module in the least time,
-then the quickest; where none does the mutant survives, and it is printed: a test is missing, or the change changes nothing.
+A mutant is the module with one change: of a comparison, a sign, a number, a condition or a result, or a statement left
+out.  The tests that run the changed line run until one fails.  Tests that killed most of the module's mutants in the
+least time run first, then the fastest tests.  If no test fails, the mutant survives and is printed: a test is missing,
+or the change has no effect.
 
-What makes thousands affordable: pytest collects the tests once.  Each mutant is a fork of that process, in which the one
-function that differs has its code replaced, wherever it was imported to.  Which tests run which lines is measured once for
-each file of tests (by `sys.monitoring`, which Python has from 3.12 on) and kept in ``.mutation/``, as is what became of
-each mutant: a command that was stopped goes on where it was.  ``--seconds`` bounds the tests of one mutant: with half a
-second a planning module takes minutes, and what survives is tried again with more, and with other files of tests.
+Thousands of mutants are affordable because pytest collects the tests once.  Each mutant is a fork of that process, in
+which the code of the changed function is replaced, wherever it was imported to.  Which tests run which lines is
+measured once per test file (by `sys.monitoring`, from Python 3.12 on) and cached in ``.mutation/``, as is the outcome
+of each mutant: a command that was stopped continues where it was.  ``--seconds`` bounds the tests of one mutant.  With
+half a second a planning module takes minutes; survivors are tried again with more seconds and with other test files.
 
-What survives and should: a bound that no value meets (``> 1`` and ``> 2`` where a number is never 2, or the larger and
-the smaller of equal ones); what a shortcut saves, where the long way gives the same; a size up to which something is
-kept, planned together or tried; prices of `cost`, which are measurements: tests hold their signs, that they grow as
-what they price does, and which method is cheapest where it is clear, not their digits; words of a message beyond those
-that name the argument and its values; a grid of another size, and blocks of other threads, where the kernel goes on
-until all is done: tests hold that there are threads enough and not far more; a stride along an axis of one element, and
-a name or a place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for
-any number gives the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is
-compiled, how many registers it takes, how much shared memory it is given, and a number that it writes down too, which
-tests of compiled kernels hold; what a method raises that every class below has of its own; None for False or for an
-empty text, of which only the truth is asked; where differences alone count, from where they are counted, and in which
-direction; which of several that are equal is asked, as the batch of a chain's first layer or of its last; what stands in
-where there is nothing to divide by; a count of memory with room to spare, as that of index arrays: tests hold that at
-least a third of it is taken; a slice that ends beyond its axis, or beyond what is read of it; another negative extent of
-a shape, for any says that it is what is left.
-And what half a second is too short for: of what survived that in chunks of a transposed convolution and of a recurrent layer,
-most was killed by tests that run kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
+Some mutants are expected to survive:
+
+- a bound that no value meets (``> 1`` and ``> 2`` if a number is never 2, or the larger and the smaller of equal ones);
+- the condition of a shortcut, if the long path gives the same result;
+- a size up to which something is cached, planned together or tried;
+- constants of `cost`, which are measurements.  Tests check their signs, that they grow with what they estimate, and
+  which method is cheapest in clear cases, but not their digits;
+- words of a message other than those that name the argument and its values;
+- a grid of another size, and blocks of other sizes, if the kernel loops until all is done.  Tests check that there are
+  enough threads and not far too many;
+- a stride along an axis of one element, and a name or a place that only completes an object;
+- on a GPU, the number of parts of a sum, because any number gives the sum;
+- a limit of 32 bits that only arrays beyond any memory reach;
+- the number of blocks that a kernel is compiled for, its registers, its shared memory, and a number that the kernel
+  states too, which tests of compiled kernels check;
+- an exception of a method that every subclass overrides;
+- None for False or for an empty string, if only the truth value is used;
+- the origin and the direction of numbers of which only differences count;
+- which of several equal values is read, such as the batch of a chain's first or last layer;
+- the placeholder if there is nothing to divide by;
+- an estimate of memory with a margin, as for index arrays.  Tests check that at least a third of it is used;
+- a slice that ends beyond its axis, or beyond what is read of it;
+- another negative extent of a shape, because any negative extent stands for the rest;
+- mutants that need more than half a second.  In chunks of a transposed convolution and of a recurrent layer, tests that
+  run kernels for seconds killed most survivors.
+
+Any other survivor is a missing test, or a line that does nothing.
 """
 
 from __future__ import annotations
@@ -68,10 +79,10 @@ import cupyconv
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / ".mutation"
-#: What a compiled function has among its flags, and the body of a class or a module has not.
+#: Flag of a compiled function that the body of a class or a module does not have.
 OPTIMIZED = 0x1
 KILLED, SURVIVED, TIMED_OUT, NOT_RUN = "killed", "survived", "timed out", "not run by any test"
-#: Where each of its tests takes far longer than was allowed.
+#: Each test of the mutant takes far longer than allowed.
 LEFT = "left for more seconds"
 
 # --- changes ----------------------------------------------------------------------------------------------------
@@ -91,17 +102,17 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Change:
-    """Of the node with this number, in the order of `ast.walk`, of a statement of the module."""
+    """A change to one node of a statement of the module; `node` is its number in the order of `ast.walk`."""
 
     statement: int
     node: int
     kind: str
     line: int
-    #: Where the node's own statement begins: an expression of many lines is run where that is.
+    #: First line of the node's own statement: an expression of many lines is recorded as run there.
     first_line: int
 
     def both(self, tree: ast.Module) -> tuple[ast.stmt, ast.stmt]:
-        """The module's statement without it and with it; of a class, the one method that it changes."""
+        """Return the module's statement without and with the change; for a class, only the method that it changes."""
         whole = tree.body[self.statement]
         node: Any = nodes_of(whole)[self.node]
         old, copies = alone(whole, node), {}
@@ -131,7 +142,7 @@ def nodes_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def alone(statement: ast.stmt, node: Any) -> ast.stmt:
-    """The statement; a class without its other methods, whose compilation would take longer than most tests."""
+    """Return the statement; a class without its other methods, which would compile longer than most tests run."""
     if isinstance(statement, ast.ClassDef):
         around = [each for each in statement.body if each.lineno <= node.lineno <= (each.end_lineno or 0)]
         statement = copy.copy(statement)
@@ -148,7 +159,7 @@ def replace_statement(tree: ast.stmt, statement: ast.stmt) -> None:
 
 
 def changes(tree: ast.Module) -> Iterator[Change]:
-    """All of a module: of what its functions do, and of numbers that it names."""
+    """Yield all changes of a module: to the bodies of its functions, and to numbers that it names."""
     for number, statement in enumerate(tree.body):
         order = {id(node): place for place, node in enumerate(ast.walk(statement))}
         for node, first_line in mutable(statement):
@@ -157,9 +168,9 @@ def changes(tree: ast.Module) -> Iterator[Change]:
 
 
 def mutable(statement: ast.stmt) -> Iterator[tuple[Any, int]]:
-    """The nodes of functions' bodies, and of what a module's names are set to: not annotations, defaults, assertions.
+    """Yield the nodes of function bodies and of values of a module's names, but not annotations, defaults, assertions.
 
-    With each the line on which its statement begins.
+    Each node comes with the first line of its statement.
     """
     waiting: list[tuple[ast.AST, int]] = []
     if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
@@ -227,18 +238,18 @@ class Mutant:
 
     @property
     def places(self) -> tuple[object, object]:
-        """Where its like are: its module, and its function or class."""
+        """Keys under which similar mutants are counted: the module, and the function or class."""
         return self.path, (self.path, self.change.statement)
 
     def shown(self) -> str:
-        """The changed line, before and after."""
+        """Return the changed line, before and after."""
         before, after = (ast.unparse(statement).splitlines() for statement in self.change.both(parsed(self.path)))
         differing = [(one.strip(), other.strip()) for one, other in zip(before, after) if one != other]
         old, new = differing[0] if differing else ("", "")
         return f"{self.path}:{self.change.line}: {self.change.kind}\n  - {old}\n  + {new}"
 
     def install(self) -> None:
-        """The changed code in the functions that are there, and changed numbers wherever their names were imported."""
+        """Put the changed code into the existing functions, and changed numbers wherever their names were imported."""
         tree, module = parsed(self.path), sys.modules[self.module]
         old, changed = self.change.both(tree)
         for one, other in zip(functions(old), functions(changed)):
@@ -268,7 +279,7 @@ class Mutant:
 
 
 def keep_class(before: Any, after: Any) -> None:
-    """Name the class in a method whose `super()` the change may have left out: else Python refuses its code."""
+    """Name the class in a method whose `super()` the change may have removed, or Python rejects its code."""
     if any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(before)):
         after.body += ast.parse("if False:\n    __class__").body  # compiled to nothing
 
@@ -283,7 +294,7 @@ def place(code: CodeType) -> tuple[str, int]:
 
 
 def outermost(code: CodeType) -> Iterator[CodeType]:
-    """Of a module or class, its functions, without those within them."""
+    """Yield the functions of a module or class, without nested functions."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             if inner.co_flags & OPTIMIZED:
@@ -301,12 +312,12 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 @cache
 def functions_of_package() -> dict[str, list[FunctionType]]:
-    """All functions there are, by their file: looked for once, for it takes longer than most tests.
+    """Return all existing functions by file; cached, because the search takes longer than most tests.
 
-    Of the whole package, also what it would import only when it is first asked for.
+    This includes modules that the package imports only on demand.
     """
     for one in pkgutil.walk_packages(cupyconv.__path__, "cupyconv."):
-        with suppress(ModuleNotFoundError):  # of a library that is not here
+        with suppress(ModuleNotFoundError):  # a library that is not installed
             importlib.import_module(one.name)
     found: dict[str, list[FunctionType]] = {}
     for one in gc.get_objects():
@@ -325,7 +336,7 @@ def caches_of_package() -> list[Any]:
 
 
 def forget() -> None:
-    """What functions keep of earlier calls, so that it is computed again."""
+    """Clear what functions cache from earlier calls, so that it is computed again."""
     from cupyconv.configuration import clear_caches
 
     clear_caches()
@@ -335,17 +346,17 @@ def forget() -> None:
 
 # --- tests, collected once ----------------------------------------------------------------------------------------
 
-#: Of each line, `path:line`, the tests that run it, with their seconds.
+#: Line, as `path:line` -> the seconds and names of the tests that run it.
 Covering = dict[str, list[tuple[float, str]]]
 
 
 class Loop:
-    """Takes the place of pytest's own loop over the tests it has collected."""
+    """Replaces pytest's own loop over the collected tests."""
 
     def __init__(self, mutants: list[Mutant], seconds: float, results: Path) -> None:
         self.mutants, self.seconds, self.results = mutants, seconds, results
-        #: Of a module, and of a function or class of it, how many mutants each test has met, and killed: the next one's
-        #: killer is most likely there.
+        #: Module, or function or class -> how many of its mutants each test has met, and killed.  A test that killed
+        #: many is most likely to kill the next one.
         self.met: dict[object, Counter[str]] = {}
         self.kills: dict[object, Counter[str]] = {}
 
@@ -359,7 +370,7 @@ class Loop:
             if mutant.name in killers:
                 self._count(mutant, [killers[mutant.name]], killers[mutant.name])
         functions_of_package(), caches_of_package()
-        gc.freeze()  # or each fork would copy all of memory when it collects garbage
+        gc.freeze()  # or each fork would copy all memory when it collects garbage
         with self.results.open("a") as file:
             for mutant in self.mutants:
                 if mutant.name in done:
@@ -377,7 +388,7 @@ class Loop:
         return True
 
     def _ordered(self, mutant: Mutant, tests: list[tuple[float, str]]) -> list[tuple[float, str]]:
-        """By the seconds that each takes for a kill, so far as is known."""
+        """Sort the tests by their seconds per kill, as far as these are known."""
         of_places = [(self.met.get(key, Counter()), self.kills.get(key, Counter())) for key in mutant.places]
 
         def seconds_a_kill(test: tuple[float, str]) -> tuple[float, str]:
@@ -394,7 +405,7 @@ class Loop:
 
 
 def tests_of(mutant: Mutant, covering: Covering) -> list[tuple[float, str]]:
-    """Those that run the changed line, or of what a module sets when it is imported, any of its lines."""
+    """Return the tests that run the changed line; for a value set at import, those that run any line of the module."""
     change = mutant.change
     for line in (change.line, change.first_line):
         if tests := covering.get(f"{mutant.path}:{line}"):
@@ -405,7 +416,7 @@ def tests_of(mutant: Mutant, covering: Covering) -> list[tuple[float, str]]:
 
 
 def within(tests: list[tuple[float, str]], seconds: float) -> tuple[list[str], float]:
-    """The first of them, as many as end in that time, one at least of up to ten times that; and the time that they take."""
+    """Return the first tests that fit in this time (at least one, if it fits in ten times that), and their time."""
     chosen, spent = [], 0.0
     for duration, name in tests:
         if spent + duration > (seconds if chosen else 10 * seconds):
@@ -416,12 +427,12 @@ def within(tests: list[tuple[float, str]], seconds: float) -> tuple[list[str], f
 
 
 def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str, str]:
-    """What becomes of a mutant, and the test that killed it."""
+    """Return the outcome of a mutant, and the test that killed it."""
     if not items:
         return NOT_RUN, ""
     reading, writing = os.pipe()
     child = os.fork()
-    allowed = int(3 * seconds) + 3  # of its own time: a busy machine makes no difference
+    allowed = int(3 * seconds) + 3  # CPU time, so that a busy machine makes no difference
     if child == 0:
         os.setpgid(0, 0)
         resource.setrlimit(resource.RLIMIT_CPU, (allowed, allowed + 5))
@@ -435,8 +446,8 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
             os.write(writing, state)
             os._exit(0)
     os.close(writing)
-    # It may wait for something that never comes.  Times of looking are counted, not seconds: a machine that stops this
-    # process too, for minutes, makes no difference.
+    # The child may wait forever.  Polls are counted, not seconds, so that it makes no difference if the machine stops
+    # this process too for minutes.
     looks, answer, status = 10_000 * allowed, b"", None
     while status is None and looks:
         pid, ended = os.waitpid(child, os.WNOHANG)
@@ -453,7 +464,7 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
     os.close(reading)
     if answer.decode() in (SURVIVED, TIMED_OUT):
         return answer.decode(), ""
-    return KILLED, answer.decode() or "crash"  # what crashes the process is noticed
+    return KILLED, answer.decode() or "crash"  # a crash of the process is detected
 
 
 def run_mutant(mutant: Mutant, items: list[pytest.Item]) -> bytes:
@@ -475,7 +486,7 @@ def run_mutant(mutant: Mutant, items: list[pytest.Item]) -> bytes:
 
 
 class Measure:
-    """Runs what is collected of one file, each test by itself."""
+    """Measures the collected tests file by file, each test by itself."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -508,7 +519,7 @@ def measure(path: Path, items: list[pytest.Item]) -> None:
 
     monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutation")
     monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, reached)
-    for functions_of_file in functions_of_package().values():  # of the package alone: all of pytest would take longer
+    for functions_of_file in functions_of_package().values():  # only of the package, to save time
         for code in (code for function in functions_of_file for code in with_inner(function.__code__)):
             if code.co_filename.startswith(within_package):
                 monitoring.set_local_events(monitoring.COVERAGE_ID, code, monitoring.events.LINE)
@@ -518,9 +529,9 @@ def measure(path: Path, items: list[pytest.Item]) -> None:
         monitoring.restart_events()
         begin = time.process_time()
         reports = runtestprotocol(item, nextitem=following, log=False)
-        if all(report.passed for report in reports):  # one that fails or is skipped says nothing of a mutant
+        if all(report.passed for report in reports):  # a failing or skipped test says nothing about a mutant
             seconds[item.nodeid] = time.process_time() - begin
-            for file, line in here.copy():  # at once: a worker may still run
+            for file, line in here.copy():  # a copy, because a worker may still run
                 lines.setdefault(f"{Path(file).relative_to(ROOT)}:{line}", []).append(item.nodeid)
     kept_lines(path).write_bytes(pickle.dumps((seconds, lines)))
 
@@ -530,7 +541,7 @@ def kept_lines(path: Path) -> Path:
 
 
 def lines_of_tests(known: Iterable[str]) -> Covering:
-    """Of tests as they are now: what was measured of a file before it was changed names the same tests again."""
+    """Return line -> tests, from measurements of the current files: older ones would name the same tests again."""
     known, covering = set(known), {}
     for path in sorted({ROOT / name.partition("::")[0] for name in known}):
         if not kept_lines(path).exists():
@@ -554,8 +565,8 @@ def rows_of(results: Path) -> list[dict[str, str]]:
 
 def collected(plugin: object, files: list[Path]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork has no other threads
-    # A marker of an earlier session is no harm; a cache of hypothesis or of pytest would be written by every mutant.
-    # What a failed test would print takes ten times as long as most tests.
+    # A marker of an earlier session does no harm; every mutant would write a cache of hypothesis or of pytest.
+    # The report of a failed test takes ten times as long as most tests.
     arguments = ["-q", "-p", "no:cacheprovider", "--tb=no", "--assert=plain", "--hypothesis-profile=fast"]
     pytest.main([*arguments, *map(str, files)], plugins=[plugin])
 
@@ -585,7 +596,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def sampled(mutants: list[Mutant], given: argparse.Namespace) -> tuple[list[Mutant], int]:
-    """In any order, those of the kinds and of the sample that were asked for, and of how many of the kinds they are."""
+    """Return the sample of mutants of the given kinds, in random order, and the number of mutants of these kinds."""
     of_kinds = [one for one in mutants if one.change.kind in given.kinds]
     random.Random(given.seed).shuffle(of_kinds)
     return of_kinds[: given.sample], len(of_kinds)

@@ -1,18 +1,18 @@
-"""NVRTC without CuPy and without a GPU: NVIDIA's run-time compiler, called through ctypes.
+"""NVRTC, NVIDIA's run-time compiler, called through ctypes without CuPy and without a GPU.
 
-It comes in the wheels ``nvidia-cuda-nvrtc`` (the compiler), ``nvidia-cuda-runtime`` and
-``nvidia-cuda-crt`` (the headers).  The options are the package's own and those that CuPy adds, so what
-is compiled here is what a user's GPU would be given.  As a command, every variant for every architecture::
+It comes in the wheels ``nvidia-cuda-nvrtc`` (the compiler), ``nvidia-cuda-runtime`` and ``nvidia-cuda-crt`` (the
+headers).  The options are the package's own and those that CuPy adds, so that the result is the code that a user's
+GPU gets.  The command compiles every variant for every architecture::
 
     python -m tests.nvrtc              # 75 80 86 89 90 100 120
     python -m tests.nvrtc 90 120
-    python -m tests.nvrtc 90 --part 2/5    # every fifth variant, from the second on; five such runs make the whole
+    python -m tests.nvrtc 90 --part 2/5    # every fifth variant, from the second on; five such runs cover all
 
     pip install --target DIR 'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-runtime-cu12==12.9.*'
     CUPYCONV_NVRTC=DIR python -m tests.nvrtc        # another release
 
-prints registers, spills, stack, static shared memory, size and time of each, and exits nonzero where one fails, or one
-that is meant to be fast spills on an architecture of `WITHOUT_SPILLS`.
+It prints registers, spills, stack, static shared memory, size and time of each variant.  It exits nonzero if one
+fails, or if one that is meant to be fast spills on an architecture of `WITHOUT_SPILLS`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.plan import Kernel
 from tests.variants import all_variants, is_fast, is_planned
 
-#: Where a spill in a variant meant to be fast is a failure; on the others, whose assembler gives variants fewer registers
-#: than it may, it is only shown.
+#: Architectures on which a spill in a variant meant to be fast is a failure.  On the others, the assembler gives
+#: variants fewer registers than it may, and a spill is only shown.
 WITHOUT_SPILLS = (75, 80, 86, 89, 90)
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
-#: What ``cupy.RawModule(backend="nvrtc")`` adds to the options it is given.
+#: Options that ``cupy.RawModule(backend="nvrtc")`` adds to those it is given.
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
-#: Resource use in the log, and every warning of the assembler an error.
+#: Options that log resource use and turn every warning of the assembler into an error.
 CHECK_OPTIONS = ("--ptxas-options=-v", "--ptxas-options=--warning-as-error")
 
 
 class CompileError(RuntimeError):
-    """The source does not compile, or not without a warning; the message is the compiler's log."""
+    """The source does not compile without a warning; the message is the compiler's log."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one source for one architecture."""
+    """The compiled code of one source for one architecture."""
 
     cubin: bytes
     ptx: str
@@ -63,22 +63,22 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Registers a thread of the entry point uses."""
+        """Registers per thread of the entry point."""
         return max(self._numbers(r"Used (\d+) registers"), default=0)
 
     @property
     def spills(self) -> int:
-        """Bytes of registers that are stored to memory and loaded again, in all functions."""
+        """Bytes of register spills, stores and loads, in all functions."""
         return sum(self._numbers(r"(\d+) bytes spill"))
 
     @property
     def stack(self) -> int:
-        """Bytes of local memory a thread has: arrays indexed at run time, spills, calls."""
+        """Bytes of local memory per thread: arrays indexed at run time, spills, calls."""
         return max(self._numbers(r"(\d+) bytes stack frame"), default=0)
 
     @property
     def shared(self) -> int:
-        """Bytes of static shared memory; what a launch asks for comes on top."""
+        """Bytes of static shared memory, without what a launch requests."""
         return max(self._numbers(r"(\d+) bytes smem"), default=0)
 
     def _numbers(self, pattern: str) -> list[int]:
@@ -87,14 +87,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where the compiler and the CUDA headers are."""
+    """Paths of the compiler and of the CUDA headers."""
 
     library: Path
     includes: tuple[Path, ...]
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None where it can."""
+    """Return why nothing can be compiled here, or None if it can."""
     found = _installation()
     if found is None:
         return "NVRTC is not installed (pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt)"
@@ -104,20 +104,20 @@ def unavailable() -> str | None:
 
 
 def includes() -> tuple[Path, ...]:
-    """The folders of the CUDA headers."""
+    """Return the folders of the CUDA headers."""
     installation = _installation()
     return installation.includes if installation else ()
 
 
 def preload() -> None:
-    """Load the compiler's library, so that others who look for it by name find this one."""
+    """Load the compiler's library, so that other code that looks for it by name finds this one."""
     _library()
 
 
 def require(missing: Callable[[], str | None] = unavailable) -> None:
-    """Skip the calling test module where there is no NVRTC, or `missing` names another of NVIDIA's tools.
+    """Skip the calling test module if NVRTC, or another tool of NVIDIA that `missing` looks for, is not installed.
 
-    With CUPYCONV_REQUIRE_NVRTC=1 that is a failure: a run that must not skip them says so.
+    With CUPYCONV_REQUIRE_NVRTC=1 this is a failure, for runs that must not skip these tests.
     """
     import pytest
 
@@ -130,7 +130,7 @@ def require(missing: Callable[[], str | None] = unavailable) -> None:
 
 
 def compile_variant(kernel: Kernel, architecture: int) -> Compiled:
-    """One variant as CuPy would compile it, with warnings as errors."""
+    """Compile one variant as CuPy does, with warnings as errors."""
     options = (*compile_options(kernel.macros), *CUPY_OPTIONS, *CHECK_OPTIONS)
     return compile_source(kernel_source(kernel.name), options, architecture, f"{kernel.name}.cu")
 
@@ -138,7 +138,7 @@ def compile_variant(kernel: Kernel, architecture: int) -> Compiled:
 def compile_source(source: str, options: Sequence[str], architecture: int, name: str = "source.cu") -> Compiled:
     """Compile `source` to PTX and machine code for ``sm_<architecture>``, or raise `CompileError`.
 
-    A warning is an error too.  It is found in the log, because only the newest releases have an option for that.
+    A warning is an error too.  It is found in the log, because only the newest releases have an option for this.
     """
     installation = _installation()
     assert installation is not None, unavailable()
@@ -163,7 +163,7 @@ Outcome = tuple[Kernel, int, "Compiled | CompileError"]
 
 
 def compile_all(kernels: Iterable[Kernel], architectures: Iterable[int]) -> Iterator[Outcome]:
-    """Every kernel for every architecture, on all cores, in order; a failure is one of the outcomes."""
+    """Compile every kernel for every architecture on all cores; yield the outcomes in order, failures included."""
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         yield from pool.map(_outcome, list(product(kernels, architectures)))
 
@@ -177,7 +177,10 @@ def _outcome(task: tuple[Kernel, int]) -> Outcome:
 
 @functools.cache
 def _installation() -> Installation | None:
-    """The newest NVRTC of the ``nvidia`` wheels, or of those in the folder CUPYCONV_NVRTC; headers of its own release where they lie beside it."""
+    """Return the newest NVRTC of the ``nvidia`` wheels, or of those in the folder CUPYCONV_NVRTC.
+
+    The headers are those of its own release, or all that are found if its release has none.
+    """
     spec, chosen = importlib.util.find_spec("nvidia"), os.environ.get("CUPYCONV_NVRTC")
     found = [Path(chosen, "nvidia")] if chosen else (spec.submodule_search_locations or () if spec else ())
     roots = [Path(root) for root in found]
@@ -198,7 +201,7 @@ def _installation() -> Installation | None:
 def _library() -> ctypes.CDLL:
     installation = _installation()
     assert installation is not None
-    # It opens this one by name when it compiles, and some releases do not say that it lies beside them.
+    # NVRTC opens this library by name when it compiles, and some releases do not look for it in their own folder.
     for builtins in installation.library.parent.glob("*nvrtc-builtins*"):
         if ".alt." not in builtins.name and builtins.suffix != ".a":
             ctypes.CDLL(str(builtins))
@@ -232,7 +235,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile every variant and print a table; the number of failures, at most 1, is the exit status."""
+    """Compile every variant and print a table; return 1 if there is a failure, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.nvrtc", description="Compile every kernel variant.")
     parser.add_argument("architectures", nargs="*", type=int, default=ARCHITECTURES, metavar="arch")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""How much memory NumPy asks for during a call."""
+"""Peak memory that NumPy allocates during a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes that a call takes at its peak beyond what is there before it, its result among them."""
+    """Return the bytes that a call allocates at its peak, including its result."""
     tracemalloc.start()
     try:
         call()

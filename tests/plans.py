@@ -1,4 +1,4 @@
-"""Plans for GPUs, without a GPU: arrays to plan with, what a plan launches, and what is true of every plan."""
+"""Plans for GPUs, without a GPU: arrays to plan with, the launches of a plan, and checks that hold for every plan."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cupyconv.problem.recurrence import GATES
 
 GPU = "sm_90"
 INT32 = 2**31 - 1
-#: Of CUDA: the most blocks along y, and along z.
+#: CUDA's maximum number of blocks along y, and along z.
 GRID_Y = 65535
-#: Of cuBLAS: the most matrices of a call.
+#: cuBLAS's maximum number of matrices per call.
 MAX_BATCH = 65535
-#: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
+#: Maximum bytes of shared memory per block on every GPU from sm_75 on, if more than 48 KiB are requested.
 LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
-#: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
+#: Kernels that are an operation's only implementation, so that nothing needs the cost of their arithmetic.
 UNCOSTED = ("pool", "pool_gradient")
-#: Kernels that move numbers, whose arithmetic is that of places, or whose scattered loads are counted.
+#: Kernels that move numbers: their arithmetic computes indices, or their scattered loads are counted.
 PLACING = ("channels_last", "tiles", "finish_tiles", "finish_weight_tiles")
 
 _MEMORY = np.zeros(512, np.uint8)
@@ -34,7 +34,7 @@ _ALIGNED = -_MEMORY.ctypes.data % 256
 
 
 def array(*shape: int, dtype: Any = "float32", order: str = "C", offset: int = 0) -> np.ndarray:
-    """An array to plan with, never to read: any size, `offset` elements past an aligned address.
+    """Return an array to plan with, never to read: any size, `offset` elements past an aligned address.
 
     `order` is "C", "last" (channels-last) or "gaps" (every second element along the last axis).
     """
@@ -50,7 +50,7 @@ def array(*shape: int, dtype: Any = "float32", order: str = "C", offset: int = 0
 
 
 def plan(x: Any, weight: np.ndarray, *args: Any, on: str = GPU, limit: int | None = None, **kwargs: Any) -> Plan:
-    """The plan of `conv` on a GPU."""
+    """Plan `conv` on a GPU."""
     with cupyconv.options(workspace_limit=limit):
         return cupyconv.explain(cupyconv.conv, x, weight, *args, on=on, **kwargs)
 
@@ -67,15 +67,15 @@ def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
 
 
 def columns_launches(plan: Plan) -> list[KernelLaunch]:
-    """Launches that write columns, not those that gather a weight."""
+    """Return launches that write columns, not launches that gather a weight."""
     return [launch for launch in launches(plan, "im2col") if launch.purpose == "columns"]
 
 
-# What is true of every plan.
+# Checks that hold for every plan.
 
 
 def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
-    """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
+    """Check the limits of the hardware and of cuBLAS, and that steps stay inside their workspace."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
     _check_sums_begin(plan, sizes)
     for transform in (step for step in each_step(plan.steps) if isinstance(step, Transform)):
@@ -85,7 +85,7 @@ def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
             x, y, z = step.grid
             assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
             assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
-            asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
+            asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much shared memory the GPU has
             assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
             if step.kernel.name not in UNCOSTED:
                 assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in PLACING), step
@@ -115,7 +115,7 @@ def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
 
 
 def _check_sums_begin(plan: Plan, sizes: dict[str, int]) -> None:
-    """Products are added to what a step before wrote, not to what happened to lie there."""
+    """Check that products are added to what an earlier step wrote, not to old contents of a buffer."""
     written: set[str] = set()
     for step in each_step(plan.steps) if any(call.beta for call in gemms(plan)) else ():
         if isinstance(step, GemmCall):
@@ -127,7 +127,7 @@ def _check_sums_begin(plan: Plan, sizes: dict[str, int]) -> None:
 
 
 def _check_transform(transform: Transform, sizes: dict[str, int]) -> None:
-    """Sizes that an int32 counts, and images and spectra that lie within their buffers."""
+    """Check that sizes fit in an int32, and that images and spectra are within their buffers."""
     item = ITEMSIZE[transform.dtype]
     image = transform.batch * prod(transform.size)
     spectrum = transform.batch * prod(transform.frequencies) * (1 if is_complex(transform.dtype) else 2)
@@ -155,7 +155,7 @@ def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
 
 
 def _check_sums(launch: KernelLaunch, sizes: dict[str, int]) -> None:
-    """Sums that an epilogue finishes lie within their buffer, and apart: none stands for two elements of the result."""
+    """Check that an epilogue's sums are within their buffer, and that no sum belongs to two elements of the result."""
     params = dict(launch.params)
     if launch.kernel.name != "epilogue" or params["sums"] is None or params["sums"].buffer not in sizes:
         return
@@ -171,7 +171,7 @@ def _check_sums(launch: KernelLaunch, sizes: dict[str, int]) -> None:
 
 
 def _check_vectors(launch: KernelLaunch) -> None:
-    """An epilogue writes whole vectors, and reads its sums in pieces of 16 bytes where all of these begin on boundaries."""
+    """Check that an epilogue writes whole vectors, and reads sums in pieces of 16 bytes if all of these are aligned."""
     params, macros = dict(launch.params), dict(launch.kernel.macros)
     if launch.kernel.name != "epilogue":
         return
@@ -196,7 +196,7 @@ def recurrent_gradient_plan(
     on: Any = None,
     **settings: Any,
 ) -> Plan:
-    """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
+    """Plan the gradients of a layer of sizes (T, N, I, H) with every argument except lengths, for a GPU."""
     steps, batch, inputs, hidden = sizes
     directions, rows = 1 + (direction == "bidirectional"), GATES[cell] * hidden
     kept, state = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (directions, batch, hidden)

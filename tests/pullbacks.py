@@ -1,11 +1,11 @@
-"""What every pullback promises, checked in one way for all of them; and how wrong a gradient may be.
+"""Checks that every pullback must pass, and bounds of the error of a gradient.
 
-A gradient of integer-valued data is exact: the sum is exact in the accumulator, whatever its order, and is rounded
-once.  So `assert_rounded` asks for the one nearest value in the argument's dtype, and nothing else.
+A gradient of integer-valued data is exact: the sum is exact in the accumulator, in any order, and is rounded once.
+So `assert_rounded` accepts only the nearest value in the argument's dtype.
 
-On random data the gradient that enters the sums has errors of its own, because a derivative was taken of a
-pre-activation that was itself computed.  `entering_error` bounds them: by how far the derivative moves while the
-pre-activation moves by its own tolerance, and by a few roundings in the dtype that it may have been stored in.
+On random data, the gradient that enters the sums has errors of its own, because the pre-activation at which the
+derivative was taken is itself computed.  `entering_error` bounds them by the change of the derivative while the
+pre-activation changes by its own tolerance, and by a few roundings in the dtype that may have stored it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = ("x", "weight", "bias", "residual", "scale", "shift")
 
 
 def attempted(call: Callable[[], Any], method: str = "auto", limit: int | None = None) -> Any:
-    """What the call returns; None where a named method, or the limit, is refused for a reason it gives."""
+    """Return the call's result; None if a named method does not apply, or the workspace limit is too small."""
     with cupyconv.options(workspace_limit=limit):
         try:
             return call()
@@ -41,12 +41,12 @@ def on_device(target: Target, array: np.ndarray, layout: str = "c_order", channe
 
 
 def assert_rounded(actual: Any, expected: np.ndarray, dtype: Any) -> None:
-    """The exact value, rounded once."""
+    """Check that the values are the exact values, rounded once."""
     assert_exact(actual, widened(rounded(expected, np.dtype(dtype))), dtype)
 
 
 def each_gradient(gradients: Any, expected: Any, arguments: dict[str, Any]) -> list[tuple[str, Any, np.ndarray, Any]]:
-    """(name, actual, expected, dtype) of every single gradient, once the form of the tuple is known to be right."""
+    """Check the form of the tuple; return (name, actual, expected, dtype) of every single gradient."""
     assert gradients._fields == FIELDS
     single = []
     for name in FIELDS:
@@ -64,12 +64,12 @@ def each_gradient(gradients: Any, expected: Any, arguments: dict[str, Any]) -> l
 
 
 def each_array(gradients: Any) -> list[Any]:
-    """Every single array, in the order of `each_gradient`."""
+    """Return every single array, in the order of `each_gradient`."""
     return [one for field in gradients if field is not None for one in reference.sequence(field)]
 
 
 def bytes_of(target: Target, value: Any) -> Any:
-    """All bits of an array, of a list or of a tuple of them, to be compared with ==."""
+    """Return all bits of an array, or of a list or tuple of arrays, for comparison with ==."""
     if value is None or isinstance(value, (list, tuple)):
         return None if value is None else [bytes_of(target, one) for one in value]
     return target.to_host(value).tobytes()
@@ -78,7 +78,7 @@ def bytes_of(target: Target, value: Any) -> Any:
 def entering_error(
     grad: np.ndarray, activation: Any, before_activation: np.ndarray, dtype: Any, terms: int, magnitude: np.ndarray
 ) -> np.ndarray:
-    """How wrong grad * derivative(before_activation) may be."""
+    """Bound the error of grad * derivative(before_activation)."""
     wide = np.abs(reference.wide(grad))
     if activation is None:
         return np.zeros(wide.shape)
@@ -93,7 +93,7 @@ def entering_error(
 def assert_within(
     actual: Any, expected: np.ndarray, dtype: Any, *, terms: int, magnitude: np.ndarray, entering: Any
 ) -> None:
-    """Within the tolerance of a sum of `terms` products, widened by `entering`: what came in wrong."""
+    """Check with the tolerance of a sum of `terms` products, plus `entering`, the error of the incoming gradient."""
     dtype = np.dtype(dtype)
     allowed = tolerance(expected, dtype, terms, magnitude) + entering
     compare(checked(actual, expected, dtype), rounded(expected, dtype), allowed)

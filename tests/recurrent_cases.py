@@ -1,4 +1,4 @@
-"""Whole problems for recurrent layers: drawn, made into arrays, called, and judged by the oracle."""
+"""Whole problems for recurrent layers: drawn, made into arrays, called, and compared with the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cupyconv
 
 FUNCTIONS = {"rnn": cupyconv.rnn, "lstm": cupyconv.lstm, "gru": cupyconv.gru}
 STEPS = {"rnn": cupyconv.rnn_step, "lstm": cupyconv.lstm_step, "gru": cupyconv.gru_step}
-#: Smooth and piecewise; none that grows faster than its argument.
+#: Smooth and piecewise activations; none grows faster than its argument.
 ACTIVATIONS = (
     "sigmoid", "tanh", "relu", ("leaky_relu", 0.25), ("thresholded_relu", 0.05), ("scaled_tanh", 0.9, 1.1),
     ("hard_sigmoid", 0.3, 0.4), "elu", "softsign", "softplus", ("affine", 0.5, 0.25), ("clip", -0.25, 0.5), None,
@@ -40,7 +40,7 @@ class RecurrentCase:
     dtype: str = "float64"
     optional: tuple[str, ...] = ()
     lengths: tuple[int, ...] | None = None
-    activations: Any = None  # None: the function's own
+    activations: Any = None  # None: the function's default
     input_forget: bool = False
     linear_before_reset: bool = True
     clip: float | None = None
@@ -55,7 +55,7 @@ class RecurrentCase:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the arguments that are arrays."""
+        """Shapes of the array arguments."""
         lead = (2,) * (self.directions == 2)
         rows = reference_recurrent.GATES[self.cell] * self.hidden
         state = (self.directions, self.batch, self.hidden)
@@ -83,7 +83,7 @@ class RecurrentCase:
         return given
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Random numbers below 1, weights of the state so small that no error grows from step to step."""
+        """Return random numbers below 1; the weights are so small that no error grows from step to step."""
         rng = np.random.default_rng(self.seed)
         arrays = {}
         for name, shape in self.shapes.items():
@@ -95,7 +95,7 @@ class RecurrentCase:
         return arrays
 
     def views(self, arrays: dict[str, np.ndarray], to_device: View = np.array, xp: ModuleType = np) -> dict[str, Any]:
-        """The arrays on the device, laid out as the case says."""
+        """Return the arrays on the device, in the layouts of the case."""
         layouts = {"x": self.layout, "weight_ih": self.weight_layout, "weight_hh": self.weight_layout}
         if self.weight_layout == "broadcast_first":
             layouts["weight_hh"] = "c_order"
@@ -107,7 +107,7 @@ class RecurrentCase:
         return with_layout(nan_filled(self.out_shape, as_dtype(self.dtype)), self.out_layout, to_device, xp)
 
     def call(self, arrays: dict[str, Any], **extra: Any) -> tuple[Any, Any, Any]:
-        """y, h and c, which is None but for an lstm."""
+        """Return y, h and c; c is None except for an lstm."""
         y, last = FUNCTIONS[self.cell](**arrays, lengths=self.lengths, **self.settings, **extra)
         return (y, *last) if self.cell == "lstm" else (y, last, None)
 
@@ -120,7 +120,7 @@ class RecurrentCase:
         return reference_recurrent.recurrent(self.cell, **arrays, lengths=self.lengths, **settings)
 
     def assert_close(self, actual: Any, expected: np.ndarray, largest: float) -> None:
-        """Every step adds the rounding of one sum, and none of those before it grows."""
+        """Compare; the tolerance allows every step the rounding of one sum, and no growth of earlier errors."""
         terms = max(1, self.steps) * (self.inputs + self.hidden + 4)
         assert_close(actual, expected, as_dtype(self.dtype), terms, magnitude=4 * (1 + largest) ** 2)
 
@@ -132,7 +132,7 @@ def recurrent_cases(
     cells: tuple[str, ...] = ("rnn", "lstm", "gru"),
     directions: tuple[str, ...] = ("forward", "reverse", "bidirectional"),
 ) -> RecurrentCase:
-    """All attributes; sizes of 0 among them."""
+    """Draw all attributes of a case, including sizes of 0."""
     cell = draw(st.sampled_from(cells))
     steps, batch = draw(st.integers(0, 5)), draw(st.integers(0, 4))
     case = RecurrentCase(

@@ -1,7 +1,7 @@
-"""What tests of refusals share: arrays before they are on a device, and what a refusal must say and leave undone.
+"""Shared by the tests of refusals: arrays before they are on a device, and checks of a refusal's message and effects.
 
-A refusal is a valid call with one thing wrong, and the words its message must hold: the argument's name, what was given
-and what was needed.  The words are regular expressions, searched for one by one.
+A refusal is a valid call with one fault, and the words that its message must contain: the argument's name, what was
+given and what was needed.  The words are regular expressions; each one must match somewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ones:
 
 
 def placed(value: Any, target: Target) -> Any:
-    """`value` with every `Ones` in it as an array of the target."""
+    """Return `value` with every `Ones` in it replaced by an array of the target."""
     if isinstance(value, Ones):
         return target.to_device(np.ones(value.shape, value.dtype))
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def placed(value: Any, target: Target) -> Any:
 def assert_refused(
     target: Target, error: type[Exception], words: Iterable[str], function: Callable, *args: Any, **kwargs: Any
 ) -> None:
-    """The call raises `error` and says all `words`; `out` and the device's log stay as they are."""
+    """Check that the call raises `error` with all `words`, and that `out` and the device's log do not change."""
     out = kwargs.get("out")
     before = out.tobytes() if hasattr(out, "tobytes") else None
     launched = None if target.device is None else len(target.device.log)
@@ -55,7 +55,7 @@ def assert_refused(
 
 
 def table(*rows: tuple) -> Any:
-    """Rows (id, ...) as pytest parameters."""
+    """Return rows (id, ...) as pytest parameters."""
     return [pytest.param(*values, id=name) for name, *values in rows]
 
 
@@ -64,11 +64,11 @@ def numpy_arrays() -> Target:
 
 
 def foreign(module: str, name: str) -> Any:
-    """An object of a class that says it comes from another library."""
+    """Return an object whose class claims to come from another library."""
     return type(name, (), {"__module__": module, "shape": (2, 5, 8, 9), "ndim": 4, "dtype": np.dtype("f4")})()
 
 
-#: A valid call of `conv`, in which two inputs of 3 and 2 channels make 4.
+#: A valid call of `conv` with two inputs of 3 and 2 channels, and 4 output channels.
 CONV = dict(
     x=[Ones((2, 3, 8, 9)), Ones((2, 2, 8, 9))],
     weight=Ones((4, 5, 3, 3)),
@@ -83,7 +83,7 @@ def conv_arguments(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def least_workspace(call: Callable[[], object]) -> int:
-    """What the refusal says that a call needs, which finds no workspace; 0 where it needs none."""
+    """Return the workspace that a call needs, read from its refusal without workspace; 0 if it needs none."""
     with cupyconv.options(workspace_limit=0):
         try:
             call()

@@ -1,4 +1,4 @@
-"""The steps of a plan one by one, those of its rounds too."""
+"""The single steps of a plan, including the steps of its rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cupyconv.problem.plan import Rounds, Step
 
 
 def each_step(steps: Iterable[Step]) -> list[Step]:
-    """All that is enqueued, in order; a launch that is repeated with a counter is one."""
+    """Return all enqueued steps in order; a launch that is repeated with a counter counts once."""
     found: list[Step] = []
     for step in steps:
         if isinstance(step, Rounds):

@@ -1,4 +1,4 @@
-"""What of a class ran in a test: the calls in it are planned anew, and each run says something of itself."""
+"""Which objects of a class run in a test: the test plans its calls again, and each run adds an entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyconv.call.operation import forget_calls
 
 
 def runs_seen(monkeypatch: pytest.MonkeyPatch, of: type, said: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """What a fixture yields from: a list that gets what is `said` of each object of this class that runs."""
+    """Yield, for a fixture, a list that receives `said(one)` for each object of this class that runs."""
     seen: list[Any] = []
     run = of.run
 

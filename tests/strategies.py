@@ -1,7 +1,7 @@
-"""Whole convolution problems for hypothesis, and arrays in every layout a caller may hand in.
+"""Whole convolution problems for hypothesis, and arrays in every layout that a caller may pass.
 
-`conv_cases()` draws a `ConvCase`: all arguments of one valid call as plain ints and strings, whose repr can be pasted
-into a test.  From it come
+`conv_cases()` draws a `ConvCase`: all arguments of one valid call as plain ints and strings.  Its repr can be pasted
+into a test.  It provides
 
     arrays = case.arrays(integer=True)                        # plain NumPy arrays, named as conv's arguments
     views = case.views(arrays, to_device, xp)                 # the same values on a device, in the case's layouts
@@ -9,15 +9,15 @@ into a test.  From it come
     actual = cupyconv.conv(**views, **case.parameters, out=case.new_out(to_device, xp))
     assert_exact(actual, expected, case.result_dtype)
 
-and for random data, arrays(integer=False), the last line becomes
+For random data, arrays(integer=False), the last line is
 
     assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
 
-`transposed_cases()` and `pool_cases()` are the same for `conv_transpose` and for pooling, and case.gradient() is an array
-like the result.  In all of this `to_device` copies a C-ordered NumPy array, and `xp` is the module (numpy, cupy) whose arrays it returns.
+`transposed_cases()` and `pool_cases()` do the same for `conv_transpose` and for pooling; case.gradient() is an array
+like the result.  `to_device` copies a C-ordered NumPy array; `xp` is the module (numpy, cupy) of the arrays it returns.
 
-A layout is a base array with the values somewhere inside, and the slicing that gets them out (`embed`).  What lies
-between the values is NaN, so that reading beside a view shows in the result, and writing beside it shows in the base.
+A layout is a base array that contains the values, and the slicing that extracts them (`embed`).  The elements between
+the values are NaN: a read outside a view shows in the result, and a write outside it shows in the base.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 REAL_DTYPES = DTYPES[:4]
 PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
-# Activations that map integers to values exact in every dtype, then all of a convolution's.
+# First the activations that map integers to values that are exact in every dtype, then all that `conv` accepts.
 EXACT_ACTIVATIONS = (None, "relu", "relu6", ("leaky_relu", 0.25), ("clip", -3, 5))
 ACTIVATIONS = (
     *EXACT_ACTIVATIONS,
@@ -62,17 +62,17 @@ MOST_TAPS, MOST_TERMS, MOST_PIXELS, MOST_ORACLE_STEPS = 36, 192, 100, 6000
 
 
 def share_of_examples(share: float) -> settings:
-    """So many of the examples that the profile gives every test: for one whose examples cost more than others', or less."""
+    """Return settings with a share of the profile's examples, for tests whose examples cost more or less."""
     return settings(max_examples=math.ceil(share * settings.default.max_examples))
 
 
 # --- layouts --------------------------------------------------------------------------------------------------
 
-View = Callable[[Any], Any]  # of a base array on any device
+View = Callable[[Any], Any]  # slicing of a base array on any device
 
 
 def embed(array: np.ndarray, layout: str, *, channel_axis: int = 1) -> tuple[np.ndarray, View]:
-    """A C-ordered base, NaN but for the values of `array`, and the slicing for which view(base) equals `array`."""
+    """Return a C-ordered base, NaN except for the values of `array`, and a slicing with view(base) equal to `array`."""
     shape = array.shape
     if layout == "c_order":
         base, view = np.empty(shape, array.dtype), lambda b: b[...]
@@ -103,7 +103,7 @@ def embed(array: np.ndarray, layout: str, *, channel_axis: int = 1) -> tuple[np.
 def with_layout(
     array: np.ndarray, layout: str, to_device: View = np.array, xp: ModuleType = np, *, channel_axis: int = 1
 ) -> Any:
-    """`array`'s values on the device, as a view with this layout.
+    """Return `array`'s values on the device, as a view with this layout.
 
     For a broadcast layout the values must be constant along its axis (`constant_where_broadcast`).
     """
@@ -117,7 +117,7 @@ def with_layout(
 
 
 def constant_where_broadcast(array: np.ndarray, layout: str, *, channel_axis: int = 1) -> np.ndarray:
-    """The nearest array that this layout can hold: unchanged, unless the layout has a stride of 0."""
+    """Return the nearest array that this layout can hold: unchanged, unless the layout has a stride of 0."""
     axis = broadcast_axis(layout, array.ndim, channel_axis)
     return array if axis is None else np.repeat(array[along(axis, slice(0, 1))], array.shape[axis], axis)
 
@@ -139,7 +139,7 @@ def moved_last(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def channels_back(ndim: int, channel_axis: int, channels: slice = slice(None)) -> View:
-    """Undoes `moved_last` on an array, taking only some of its channels."""
+    """Return the slicing that undoes `moved_last` on an array, and selects some of its channels."""
     axes = [*range(ndim - 1)]
     axes.insert(channel_axis, ndim - 1)
     return lambda base: base[..., channels].transpose(axes)
@@ -159,7 +159,7 @@ LAYOUTS = (*OUT_LAYOUTS, "broadcast_first", "broadcast_channels", "broadcast_las
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ConvCase:
-    """One valid call of `conv`.  `channels` has one entry an input; a bare array is given where `bare_x`."""
+    """One valid call of `conv`.  `channels` has one entry per input; with `bare_x`, x is an array instead of a list."""
 
     batch: int | None = 1  # None: there is no batch axis
     channels: tuple[int, ...] = (1,)
@@ -176,8 +176,8 @@ class ConvCase:
     residual: bool = False
     bare_x: bool = False
     dtype: str = "float32"
-    weight_dtype: str = ""  # "": as dtype
-    layouts: tuple[str, ...] = ()  # of each input; (): all in C order
+    weight_dtype: str = ""  # "": same as dtype
+    layouts: tuple[str, ...] = ()  # one per input; (): all in C order
     weight_layout: str = "c_order"
     residual_layout: str = "c_order"
     out_layout: str | None = None  # None: no out is given
@@ -234,7 +234,7 @@ class ConvCase:
         return () if self.batch is None else (self.batch,)
 
     def arrays(self, *, integer: bool = True) -> dict[str, Any]:
-        """x (a list, or one array), weight, bias and residual (None where absent), C-ordered, from the seed.
+        """Return x (a list, or one array), weight, bias and residual (None if absent), C-ordered, from the seed.
 
         Integers are so small that every result, and every partial sum, is exact in the dtype of the result.
         """
@@ -263,13 +263,13 @@ class ConvCase:
         }
 
     def gradient(self, *, integer: bool = True, dtype: str = "") -> np.ndarray:
-        """An array like the result (or of another dtype), in the layout of the residual, independent of `arrays`."""
+        """Return an array like the result (or of another dtype) for the residual's layout, independent of `arrays`."""
         generator = np.random.default_rng((self.seed, 1))
         values = drawn(generator, self.out_shape, as_dtype(dtype or self.result_dtype.name), 3 if integer else None)
         return constant_where_broadcast(values, self.residual_layout, channel_axis=self.channel_axis)
 
     def views(self, arrays: dict[str, Any], to_device: View = np.array, xp: ModuleType = np) -> dict[str, Any]:
-        """The arrays on the device, each in its layout."""
+        """Return the arrays on the device, each in its layout."""
         xs = [
             with_layout(x, layout, to_device, xp, channel_axis=self.channel_axis)
             for x, layout in zip(reference.sequence(arrays["x"]), self._input_layouts)
@@ -285,12 +285,12 @@ class ConvCase:
         }
 
     def magnitude(self, arrays: dict[str, Any]) -> np.ndarray:
-        """M of `tolerance`: sum |x| |w| + |bias| + |residual|, + 1 for an activation."""
+        """Return M of `tolerance`: sum |x| |w| + |bias| + |residual|, + 1 for an activation."""
         absolute = {name: None if array is None else absolute_values(array) for name, array in arrays.items()}
         return reference.conv(**absolute, **{**self.parameters, "activation": None}) + (self.activation is not None)
 
     def new_out(self, to_device: View = np.array, xp: ModuleType = np) -> Any:
-        """NaN in the shape, dtype and layout of out; None where the case gives none."""
+        """Return NaN in the shape, dtype and layout of out; None if the case has no out."""
         if self.out_layout is None:
             return None
         nans = nan_filled(self.out_shape, self.result_dtype)
@@ -301,7 +301,7 @@ class ConvCase:
         return self.layouts or ("c_order",) * len(self.channels)
 
     def _largest_integer(self) -> int:
-        """The largest value up to 4 for which no sum of `terms` products, bias and residual becomes inexact."""
+        """Return the largest value up to 4 for which every sum of `terms` products, bias and residual is exact."""
         exact_up_to = {"float16": 2**11, "bfloat16": 2**8}.get(self.result_dtype.name, 2**20)
         parts = 2 if self.result_dtype.kind == "c" else 1  # (a + bi)(c + di) has two products in each part
         # A quarter of an integer (leaky_relu) is as exact as the integer.
@@ -311,7 +311,7 @@ class ConvCase:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TransposedCase(ConvCase):
-    """One valid call of `conv_transpose`: a convolution's, but for the weight's axes and the sizes of the result."""
+    """One valid call of `conv_transpose`: it differs from `conv` in the weight's axes and the sizes of the result."""
 
     output_padding: int | tuple[int, ...] = 0
     output_shape: tuple[int, ...] | None = None
@@ -327,7 +327,7 @@ class TransposedCase(ConvCase):
 
     @property
     def window(self) -> tuple[list[int], list[int]]:
-        """Where the result begins on the canvas, and its sizes."""
+        """Start of the result on the canvas, and its sizes."""
         names = ("padding", "output_padding", "output_shape")
         return reference_gradients.transposed_window(
             self.spatial, self.kernel, reference.per_axis(self.stride, self.rank),
@@ -385,7 +385,7 @@ class PoolCase:
         return reference_gradients.pooling_windows(self.spatial, *self.parameters.values())[1]
 
     def arrays(self, *, integer: bool = True) -> dict[str, Any]:
-        """x; with integers nearly every window has two equal maxima."""
+        """Return x; with integers, nearly every window has two equal maxima."""
         generator, dtype = np.random.default_rng(self.seed), as_dtype(self.dtype)
         xs = [
             constant_where_broadcast(
@@ -396,7 +396,7 @@ class PoolCase:
         return {"x": xs[0] if self.bare_x else xs}
 
     def gradient(self, *, integer: bool = True) -> Any:
-        """Like the result: a list of arrays, or one."""
+        """Return arrays like the result: a list, or one array."""
         generator, dtype = np.random.default_rng((self.seed, 1)), as_dtype(self.dtype)
         grads = [drawn(generator, shape, dtype, 3 if integer else None) for shape in self._shapes(self.out_spatial)]
         return grads[0] if self.bare_x else grads
@@ -409,7 +409,7 @@ class PoolCase:
         return {"x": xs[0] if self.bare_x else xs}
 
     def new_out(self, to_device: View = np.array, xp: ModuleType = np) -> Any:
-        """NaN in the form of the result; None where the case gives none."""
+        """Return NaN in the form of the result; None if the case has no out."""
         if self.out_layout is None:
             return None
         outs = [
@@ -428,7 +428,7 @@ class PoolCase:
 def drawn(
     generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, largest: int | None = None
 ) -> np.ndarray:
-    """Integers up to `largest` either side of 0; without it standard normal numbers (complex: of unit variance)."""
+    """Draw integers from -`largest` to `largest`; without it, standard normal numbers (complex: unit variance)."""
 
     def draw() -> np.ndarray:
         if largest is None:
@@ -459,7 +459,7 @@ def conv_cases(
     layouts: tuple[str, ...] = LAYOUTS,
     mixed_dtypes: bool = True,
 ) -> ConvCase:
-    """Any valid call.  With the default activations, integer arrays have exact results."""
+    """Draw any valid call.  With the default activations, integer arrays have exact results."""
     rank = draw(st.sampled_from(ranks))
     kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
     stride, dilation = draw(per_axis_ints(rank, 1, 3)), draw(per_axis_ints(rank, 1, 3))
@@ -513,7 +513,7 @@ def transposed_cases(
     layouts: tuple[str, ...] = LAYOUTS,
     mixed_dtypes: bool = True,
 ) -> TransposedCase:
-    """Any valid call of `conv_transpose`: a convolution's, with sizes of its own."""
+    """Draw any valid call of `conv_transpose`: a case of `conv_cases` with other sizes."""
     like = draw(conv_cases(dtypes=dtypes, activations=activations, layouts=layouts, mixed_dtypes=mixed_dtypes))
     spatial = tuple(draw(bounded_sizes(like.rank, 6, 40)))
     stride, dilation = reference.per_axis(like.stride, like.rank), reference.per_axis(like.dilation, like.rank)
@@ -556,7 +556,7 @@ def pool_cases(
     layouts: tuple[str, ...] = LAYOUTS,
     ceil_modes: tuple[bool, ...] = (False, True),
 ) -> PoolCase:
-    """Any valid call of `max_pool`, or of `avg_pool`."""
+    """Draw any valid call of `max_pool`, or of `avg_pool`."""
     rank = draw(st.integers(1, 3))
     kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
     dilation, padding = draw(per_axis_ints(rank, 1, 3)), draw(paddings(rank))
@@ -581,7 +581,7 @@ def pool_cases(
 
 
 def partners(dtype: str, allowed: tuple[str, ...]) -> list[str]:
-    """Other dtypes a weight may have beside x: the other kind of the same precision, or the other float."""
+    """Return other dtypes that a weight may have with x: the other kind of the same precision, or another float."""
     pairs = (("float32", "complex64"), ("float64", "complex128"), ("float32", "float64"), ("float16", "float32"))
     others = [b if dtype == a else a for a, b in pairs if dtype in (a, b)]
     return [other for other in others if other in allowed]
@@ -589,7 +589,7 @@ def partners(dtype: str, allowed: tuple[str, ...]) -> list[str]:
 
 @st.composite
 def bounded_sizes(draw: st.DrawFn, rank: int, largest: int, product: int) -> list[int]:
-    """`rank` ints from 1 to `largest` whose product is at most `product`; no axis is favoured."""
+    """Draw `rank` ints from 1 to `largest` whose product is at most `product`; no axis is favored."""
     sizes = [1] * rank
     for axis in draw(st.permutations(range(rank))):
         sizes[axis] = draw(st.integers(1, max(1, min(largest, product // math.prod(sizes)))))
@@ -598,13 +598,13 @@ def bounded_sizes(draw: st.DrawFn, rank: int, largest: int, product: int) -> lis
 
 @st.composite
 def per_axis_ints(draw: st.DrawFn, rank: int, smallest: int, largest: int) -> int | tuple[int, ...]:
-    """One int for all axes, or one for each."""
+    """Draw one int for all axes, or one per axis."""
     one = st.integers(smallest, largest)
     return draw(st.one_of(one, st.tuples(*[one] * rank)))
 
 
 def paddings(rank: int) -> st.SearchStrategy[Any]:
-    """Every form of padding; the amounts are enough to pass the size of a short axis, where np.pad starts over."""
+    """Draw every form of padding; amounts may exceed the size of a short axis, so that np.pad starts over."""
     amount = st.integers(0, {1: 5, 2: 3, 3: 2}[rank])
     pair = st.tuples(amount, amount)
     amounts = st.one_of(amount, st.tuples(*[amount] * rank), st.tuples(*[pair] * rank))
@@ -613,16 +613,16 @@ def paddings(rank: int) -> st.SearchStrategy[Any]:
 
 
 def padding_modes(padding: Any, kernel: tuple[int, ...]) -> st.SearchStrategy[str]:
-    """Beside a padding of 0 a mode would do nothing, which is refused."""
+    """Draw a padding mode; with a padding of 0 only "constant", because a mode without effect is refused."""
     idle = isinstance(padding, int) and padding == 0 and max(kernel) > 1
     return st.just("constant") if idle else st.sampled_from(PADDING_MODES)
 
 
 @st.composite
 def spatial_sizes(draw: st.DrawFn, reaches: list[int], padding: Any) -> list[int]:
-    """Sizes from 1 to 9 (more only where the kernel asks for it) into which, once padded, every kernel fits."""
+    """Draw sizes from 1 to 9 (larger only if the kernel requires it) into which every kernel fits after padding."""
     rank = len(reaches)
-    if isinstance(padding, str) and padding != "valid":  # the others pad until the kernel fits
+    if isinstance(padding, str) and padding != "valid":  # all others pad until the kernel fits
         smallest = [1] * rank
     else:
         pairs = reference.padding_pairs(padding, [1] * rank, [1] * rank, [1] * rank, [1] * rank)
@@ -636,7 +636,7 @@ def spatial_sizes(draw: st.DrawFn, reaches: list[int], padding: Any) -> list[int
 
 @st.composite
 def channel_splits(draw: st.DrawFn, total: int) -> list[int]:
-    """`total` channels over 1 to 5 inputs, unevenly and wherever groups end; now and then an input has none."""
+    """Split `total` channels over 1 to 5 inputs, unevenly and regardless of groups; sometimes an input has none."""
     inputs = draw(st.integers(1, min(5, total)))
     cuts = draw(st.permutations(range(1, total)))[: inputs - 1]
     channels = [end - start for start, end in pairwise((0, *sorted(cuts), total))]

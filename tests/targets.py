@@ -1,4 +1,4 @@
-"""Where a test's arrays live: NumPy, the host device, or a GPU."""
+"""Devices for a test's arrays: NumPy, the host device, or a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def numpy_target() -> Target:
 
 @lru_cache(maxsize=1)
 def _host_device() -> host_device.HostDevice:
-    """One device for all tests: its compiled kernels and its log are shared."""
+    """Return one device for all tests, which share its compiled kernels and its log."""
     device = host_device.HostDevice()
     backend = CudaBackend(device)
     register_backend(host_device.HostArray, lambda array: backend)
@@ -65,7 +65,7 @@ def gpu_target(*, for_timing: bool = False) -> Target:
 
 
 def no_gpu_because(reason: str) -> None:
-    """Let what needs a GPU be skipped, and say so."""
+    """Skip the tests that need a GPU, for this reason."""
     global _refused
     _refused = reason
 
@@ -75,7 +75,7 @@ _refused: str | None = None
 
 @lru_cache(maxsize=1)
 def _no_gpu() -> str | None:
-    """Why there is no GPU to test on, or None."""
+    """Return why there is no GPU to test on, or None."""
     if _refused is not None:
         return _refused
     if importlib.util.find_spec("cupy") is None:

@@ -1,4 +1,4 @@
-"""Every activation against its definition, on the values where definitions and implementations part."""
+"""Every activation compared with its definition, at values where definitions and implementations differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyconv.problem.activations import RECURRENT_ONLY, TABLE, resolve_activati
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-#: Each activation with its defaults, and with parameters given where it takes any.
+#: Each activation with its defaults, and with given parameters if it accepts any.
 SPECIFICATIONS = [
     *(name for name, (_, defaults) in TABLE.items() if None not in defaults),
     ("leaky_relu", 0.25),
@@ -30,7 +30,7 @@ DTYPES = [np.dtype(dtype) for dtype in ("float16", ml_dtypes.bfloat16, "float32"
 
 
 def special_values(dtype: np.dtype) -> np.ndarray:
-    """Zeros, infinities, NaN, the ends of the dtype's range, where functions bend, and a walk between."""
+    """Return zeros, infinities, NaN, the ends of the dtype's range, points where functions bend, and points between."""
     info = finfo(dtype)
     ends = [float(info.max), float(info.max) / 8, float(info.tiny), float(info.smallest_subnormal), float(info.eps)]
     bends = [0.0, 1.0, 2.0, 2.5, 3.0, 6.0, 20.0, 88.0, 89.0, 104.0, 300.0, 709.0, 710.0, 746.0, np.inf]
@@ -50,7 +50,7 @@ def test_the_table_has_the_contracts_names():
 
 @pytest.mark.grid(specification=SPECIFICATIONS, dtype=DTYPES, method=["direct", "gemm"])
 def test_special_values(target, specification, dtype, method):
-    """Through a convolution that changes nothing else: not a NaN or an infinity is lost, moved or made."""
+    """A convolution that changes nothing else applies the activation; no NaN or infinity is lost, moved or created."""
     values = special_values(dtype)
     x, one = target.to_device(values[None, None]), target.to_device(np.ones((1, 1, 1), dtype))
     actual = cupyconv.conv(x, one, activation=specification, method=method)
@@ -62,7 +62,7 @@ def test_special_values(target, specification, dtype, method):
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", ["elu", "tanh", "softplus", "silu", "mish", "gelu", "gelu_tanh", "sigmoid"])
 def test_small_and_large_arguments_keep_their_digits(target, name, dtype):
-    """Relative, not absolute: exp(v) - 1 near 0, log(1 + exp(v)) far below 0, and both far above."""
+    """The relative error stays small: exp(v) - 1 near 0, log(1 + exp(v)) far below 0, and both far above."""
     digits = {"elu": (-1e-5, 30), "tanh": (-1e-5, 30), "softplus": (-30, 30), "mish": (-20, 30)}
     low, high = digits.get(name, (-1, 30))
     rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""Any call of any public function: what the naive reference computes, or an error that names an argument.
+"""Any call of any public function returns what the naive reference computes, or its error names an argument.
 
-A call that fits together is drawn, and then some of its arguments are replaced: by others that may fit, by arrays of
-another shape, dtype or layout, by things that no call takes.  Whatever the outcome, the arguments are as they were, and a
-refused call has written nothing into `out`.
+A valid call is drawn, and then some of its arguments are replaced: by others that may fit, by arrays of another shape,
+dtype or layout, by values that no call accepts.  Whatever the outcome, the call does not change its arguments, and a
+refused call writes nothing into `out`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cupyconv.call.operation import _OPERATIONS
 
 Arguments = dict[str, Any]
 
-#: What is no operation of arrays: printed, looked up, or a result.
+#: Names that are not operations on arrays: they print, look something up, or are a result.
 OTHERS = {
     "ConvGradients",
     "ConvLayer",
@@ -56,7 +56,7 @@ def sizes(random: Random, rank: int, least: int, most: int) -> tuple[int, ...]:
 
 
 def split(random: Random, x: np.ndarray, axis: int) -> Any:
-    """Sometimes as two arrays that are merged."""
+    """Return the array, or sometimes two parts of it, which a call merges."""
     if random.random() < 0.7 or x.shape[axis] < 2:
         return x
     return np.split(x, [random.randint(1, x.shape[axis] - 1)], axis)
@@ -114,7 +114,7 @@ def conv_transpose(random: Random) -> Arguments:
 
 
 def gradient_of(random: Random) -> tuple[Arguments, np.ndarray]:
-    """The window's settings and arrays of a convolution, and a gradient of its result."""
+    """Return the settings and arrays of a convolution, and a gradient of its result."""
     case = convolution(random)
     if isinstance(case["x"], list):
         case["x"] = np.concatenate(case["x"], case["x"][0].ndim + 1 - case["weight"].ndim)
@@ -225,9 +225,9 @@ FITTING: dict[str, Callable[[Random], Arguments]] = {
     "onnx_padding": onnx_padding, "options": options, "rnn": recurrent(1), "rnn_step": step(1),
 }  # fmt: skip
 
-# --- arguments that may not ------------------------------------------------------------------------------------------
+# --- arguments that may not fit ---------------------------------------------------------------------------------------
 
-#: Of every parameter, values that some call takes.
+#: Parameter -> values that some call accepts.
 PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "stride": (1, 2, (2,), (1, 2), [2, 1], np.int64(2)),
     "padding": (0, 1, 2, "same", "same_lower", "valid", "full", "causal", ((1, 0),), ((0, 1), (2, 0)), (1,), (1, 2)),
@@ -264,12 +264,12 @@ PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "allow_fft": (True, False),
     "layers": ([], [ConvLayer(np.ones((1, 1, 3)))], (ConvLayer(np.ones((2, 2, 1)), np.ones(2)),)),
 }
-#: Those that are arrays, or lists of some.
+#: Parameters that are arrays, or lists of arrays.
 ARRAYS = {
     "x", "xs", "weight", "bias", "residual", "out", "grad", "columns", "weight_ih", "weight_hh", "bias_ih", "bias_hh",
     "h", "c", "h0", "c0", "peephole", "mean", "var", "gamma", "beta", "W", "R", "B", "P",
 }  # fmt: skip
-#: What no parameter takes, or few.
+#: Values that no parameter accepts, or few.
 STRANGE: tuple[Any, ...] = (
     None, True, -1, 0, 7, 2**62, 1.5, np.nan, "", "nothing", b"same", (), (1,) * 9, [[1, 2], [3]], ((1, 2, 3),), {}, {1: 2},
     object(), len, np.float64(2), np.array(2), np.array([1, 2]), [None], (None, None, None), range(2), np.ma.ones((1, 2, 3)),
@@ -278,7 +278,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def other_array(random: Random, value: Any) -> Any:
-    """An array near the one given."""
+    """Return an array that is similar to the given one."""
     if isinstance(value, (list, tuple)) and value and random.random() < 0.8:
         changed = list(value)
         place = random.randrange(len(changed))
@@ -317,7 +317,7 @@ def replaced(random: Random, name: str, value: Any) -> Any:
 
 
 def any_call(random: Random, name: str) -> Arguments:
-    """Arguments of a function: some that fit together, of which none, one or two are replaced."""
+    """Return valid arguments of a function, of which none, one or two are replaced."""
     arguments = FITTING[name](random)
     if name in WITH_OUT and random.random() < 0.3:
         arguments["out"] = like(run(name, arguments))
@@ -327,12 +327,12 @@ def any_call(random: Random, name: str) -> Arguments:
 
 
 def like(result: Any) -> Any:
-    """Memory for a result."""
+    """Return memory for a result."""
     return [like(one) for one in result] if isinstance(result, (list, tuple)) else np.full_like(result, 77)
 
 
 def integers_like(random: Random, result: Any) -> Any:
-    """A gradient for a result."""
+    """Return a gradient for a result."""
     if isinstance(result, (list, tuple)):
         return [integers_like(random, one) for one in result]
     return numbers(random, *result.shape, dtype=result.dtype)
@@ -344,7 +344,7 @@ def parameters_of(name: str) -> list[str]:
 
 # --- what they compute -------------------------------------------------------------------------------------------------
 
-#: Parameters that say how, and not what.
+#: Parameters that do not change the values of a result.
 HOW = {"method", "out", "fuse", "return_indices"}
 
 
@@ -397,7 +397,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy, and True for 1, which are as good as Python's, as these."""
+    """Return NumPy scalars and bools as the Python numbers that the reference expects."""
     if isinstance(value, bool):
         return int(value)
     return (
@@ -406,7 +406,7 @@ def plain(value: Any) -> Any:
 
 
 def rank_of(known: Arguments) -> int:
-    """Spatial axes, where the kernel's shape does not say it."""
+    """Return the number of spatial axes, for a kernel shape that does not tell it."""
     if "columns" in known:
         return len(known["spatial_shape"])
     x = known["x"][0] if isinstance(known["x"], (list, tuple)) else known["x"]
@@ -416,7 +416,7 @@ def rank_of(known: Arguments) -> int:
 
 
 def expected_of(name: str, arguments: Arguments) -> Any:
-    """What the reference computes; None where it has no such thing."""
+    """Return what the reference computes; None if it does not support the call."""
     if name not in REFERENCES or arguments.get("prologue") is not None:
         return None
     with np.errstate(all="ignore"):
@@ -450,19 +450,19 @@ def assert_as_expected(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
-#: Functions whose `out` is one array or a list of some, as their result is.
+#: Functions whose `out` is one array or a list of arrays, like their result.
 WITH_OUT = {name for name in FUNCTIONS if "out" in parameters_of(name)} - {"rnn", "lstm", "gru"}
-#: Functions that `vjp` takes.
+#: Functions that `vjp` accepts.
 DIFFERENTIABLE = ("conv", "linmerge", "conv_transpose", "max_pool", "avg_pool", "rnn", "lstm", "gru")
 
-# --- what is true of every call -------------------------------------------------------------------------------------
+# --- what holds for every call --------------------------------------------------------------------------------------
 
-#: Other words for arguments: what a message may say in place of a name.
+#: Words that a message may use in place of an argument's name.
 SPOKEN = {"scale", "shift", "inputs", "input", "kernel", "channels", "method", "arrays", "layer", "workspace", "dtype"}
 
 
 def held(value: Any) -> Any:
-    """What must not change: the bytes of all arrays."""
+    """Return what must not change: the bytes of all arrays."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes() if value.dtype != object else repr(value)
     if isinstance(value, ConvLayer):
@@ -478,7 +478,7 @@ def test_every_parameter_of_every_function_is_tried():
     assert {parameter for name in FUNCTIONS for parameter in parameters_of(name)} <= known
 
 
-#: Settings under which a call computes the same, or needs more room.
+#: Settings under which a call computes the same, or lacks workspace.
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "workspace_limit": (None, None, 0, 500, 5000, 100_000),
     "threads": (None, 1, 2, 3),
@@ -488,7 +488,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def any_settings(random: Random) -> Arguments:
-    """Half of the time those of a new user."""
+    """Return the default settings half of the time, else random ones."""
     return {name: random.choice(values) for name, values in SETTINGS.items()} if random.random() < 0.5 else {}
 
 
@@ -502,7 +502,7 @@ def run(name: str, arguments: Arguments) -> Any:
 
 
 def refused(name: str, call: Callable[[], Any]) -> str | None:
-    """What an error says that names an argument; None where there is none."""
+    """Return the message of an error, which must name an argument; None if there is no error."""
     try:
         call()
     except (TypeError, ValueError) as refusal:
@@ -516,7 +516,7 @@ def refused(name: str, call: Callable[[], Any]) -> str | None:
 @share_of_examples(0.2)
 @given(st.randoms(use_true_random=False))
 def test_any_call(name, random):
-    """Equal to the reference under any settings, or refused with the name of an argument; `explain` explains or refuses the same."""
+    """Under any settings a call equals the reference, or its error names an argument; `explain` refuses the same."""
     arguments, settings = any_call(random, name), any_settings(random)
     before, inputs = held(arguments), {key: value for key, value in arguments.items() if key != "out"}
     inputs_before, results = held(inputs), []
@@ -540,7 +540,7 @@ def test_any_call(name, random):
 @share_of_examples(0.2)
 @given(st.randoms(use_true_random=False))
 def test_any_gradient(name, random):
-    """`vjp` computes what the function does, or is refused; gradients are the reference's, and look like their arguments."""
+    """`vjp` returns the function's value or is refused; gradients equal the reference's in the arguments' shapes."""
     arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
     before, results = held(arguments), []
     function = getattr(cupyconv, name)

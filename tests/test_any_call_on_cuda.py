@@ -1,7 +1,7 @@
-"""Any call of any operation on CUDA: what the reference and NumPy compute, refused where NumPy refuses it.
+"""Any call of any operation on CUDA agrees with the reference and NumPy, and is refused if NumPy refuses it.
 
-The calls are those of `test_any_call.py`, their arrays on the host device and laid out as they were.  What writes outside
-an array, or reads what nobody wrote, is seen there; what reads outside of one, under a sanitizer.
+The calls are those of `test_any_call.py`, with their arrays on the host device in the same layouts.  The host device
+detects writes outside an array, and reads of values that nothing wrote.  A sanitizer detects reads outside an array.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from cupyconv.call.operation import _OPERATIONS
 Arguments = dict[str, Any]
 
 OPERATIONS = sorted(function.__name__ for function in _OPERATIONS)
-#: Parameters that arrays are given by; another that looks like an array stays on the host.
+#: Parameters that accept arrays; another value that looks like an array stays on the host.
 GIVEN_BY = ARRAYS | {"layers", "prologue"}
 
-#: What is refused of arrays as no GPU has them: those that are read-only, and numbers of the other byte order.
+#: Refusals that only NumPy has, because no GPU has such arrays: read-only ones, and numbers of the other byte order.
 OF_NUMPY_ALONE = re.compile(r"read-only|dtype >")
 
 
 def on_device(target: Target, arguments: Arguments) -> Arguments:
-    """The same arguments, their arrays on the device."""
+    """Return the same arguments with their arrays on the device."""
     return {name: moved(target, value) if name in GIVEN_BY else value for name, value in arguments.items()}
 
 
 def moved(target: Target, value: Any) -> Any:
-    if type(value) is np.ndarray and value.dtype.kind in "biufc":  # of objects or bytes there are no arrays on a GPU
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":  # a GPU has no arrays of objects or bytes
         return laid_out_alike(target, value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, ConvLayer):
         layer = replace(value, **on_device(target, vars(value)))
@@ -49,14 +49,14 @@ def moved(target: Target, value: Any) -> Any:
 
 
 def laid_out_alike(target: Target, array: np.ndarray) -> Any:
-    """A copy of an array, in exactly as much memory as it spans."""
+    """Return a copy of an array in the same layout, in exactly as much memory as it spans."""
     if not array.size:
         return target.to_device(array)
     as_it_was = (..., *(slice(None, None, -1 if step < 0 else 1) for step in array.strides))
     forward = array[as_it_was]
     span = 1 + sum((extent - 1) * step for extent, step in zip(forward.shape, forward.strides)) // array.itemsize
     memory = target.to_device(as_strided(forward, (span,), (array.itemsize,)))
-    subclasses = {"subok": True} if target.xp is np else {}  # the host device's arrays are one of NumPy's
+    subclasses = {"subok": True} if target.xp is np else {}  # the host device's arrays subclass NumPy's
     return target.xp.lib.stride_tricks.as_strided(memory, forward.shape, forward.strides, **subclasses)[as_it_was]
 
 
@@ -67,14 +67,14 @@ def on_host(target: Target, result: Any) -> Any:
 
 
 def all_arrays(value: Any) -> list[Any]:
-    """Those of a result, or of `out`, however they are listed."""
+    """Return all arrays of a result, or of `out`, in a flat list."""
     if isinstance(value, (list, tuple)):
         return [array for one in value for array in all_arrays(one)]
     return [] if value is None else [value]
 
 
 def first_of(name: str, arguments: Arguments, result: Any) -> Any:
-    """What `run` gives of a result: without states and indices."""
+    """Return what `run` returns of a result: no states and no indices."""
     return result[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else result
 
 
@@ -138,7 +138,7 @@ def test_any_gradient_of_cupys(name, random):
 
 
 def gradients_are_numpys(target: Target, name: str, random: Random) -> None:
-    """Or refused alike; no argument is written."""
+    """Check that values and gradients equal NumPy's, or both are refused, and that no argument changes."""
     arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
     there, function, on_numpy, results = on_device(target, arguments), getattr(cupyconv, name), [], []
     before = held(there)
@@ -162,7 +162,7 @@ def gradients_are_numpys(target: Target, name: str, random: Random) -> None:
 @share_of_examples(0.1)
 @given(st.randoms(use_true_random=False))
 def test_any_call_of_cupys(name, random):
-    """The same calls with CuPy's arrays, by emulated GPUs too."""
+    """The same calls with CuPy's arrays agree with NumPy, also on emulated GPUs."""
     target, function = gpu_target(), getattr(cupyconv, name)
     arguments = any_call(random, name)
     there, on_numpy, results = on_device(target, arguments), [], []

@@ -1,4 +1,4 @@
-"""`avg_pool` and its gradient against the naive oracle: exactly where sums of integers are divided once."""
+"""`avg_pool` and its gradient compared with the naive oracle: exactly if sums of integers are divided once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row(*values):
 
 @given(case=pool_cases(), include=st.booleans())
 def test_every_mean(target, case, include):
-    """The sum is an integer, so the mean is rounded once: there is one right answer."""
+    """A mean of integers is rounded once, because its sum is exact, so that only one result is right."""
     arrays, settings = case.arrays(), {**case.parameters, "count_include_pad": include}
     out = case.new_out(target.to_device, target.xp)
     y = cupyconv.avg_pool(**case.views(arrays, target.to_device, target.xp), **settings, out=out)
@@ -94,7 +94,7 @@ def test_by_hand(target, x, settings, expected):
 
 
 def test_sums_of_sixteen_bit_numbers_are_kept_in_float32(target):
-    """2048 + 1 + 1 + ... in float16 stays 2048, and 40,000 + 40,000 is infinite."""
+    """Means are right whose sums fail in float16: 2048 + 1 + 1 + ... stays 2048, 40,000 + 40,000 is infinite."""
     x = np.ones((1, 1, 4), np.float16)
     x[..., 0] = 2048
     assert target.to_host(cupyconv.avg_pool(target.to_device(x), 4)).item() == np.float16(2051 / 4)
@@ -102,7 +102,7 @@ def test_sums_of_sixteen_bit_numbers_are_kept_in_float32(target):
 
 
 def test_a_gradient_is_in_the_precision_of_the_image(target):
-    """A gradient of another precision is converted first; nothing of the image is held."""
+    """The image's gradient has the image's dtype, even if the incoming gradient has another precision."""
     x = target.to_device(np.ones((1, 2, 4), np.float32))
     _, pullback = cupyconv.vjp(cupyconv.avg_pool, x, 2)
     gradients = pullback(target.to_device(np.ones((1, 2, 2), np.float64)))
@@ -206,7 +206,7 @@ def test_against_torch(target, settings, include, ceil_mode):
 @pytest.mark.parametrize("stride", [None, 1])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_gradient_of_a_mean_of_all(target, stride, padding):
-    """Shares so small that float16 has few bits for them: each is rounded once."""
+    """Shares are rounded once, even if they are so small that float16 has few bits for them."""
     x = target.to_device(np.ones((2, 1, 40, 40, 41), np.float16))
     y, pullback = cupyconv.vjp(
         cupyconv.avg_pool, x, (40 + 2 * padding,) * 2 + (41 + 2 * padding,), stride=stride, padding=padding

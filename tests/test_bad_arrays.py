@@ -1,4 +1,4 @@
-"""Refusals of arrays: their dtypes and owners, and where `out` may lie; and strange ones that are taken."""
+"""Refusals of arrays for their dtype, their library, or the memory of `out`; and unusual arrays that are accepted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_input_of_a_sequence_is_named(target):
     assert_refused(target, TypeError, [r"x\[1\]", "int16", "astype"], cupyconv.conv, xs, weight)
 
 
-# --- whose arrays ---------------------------------------------------------------------------------------------
+# --- libraries ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", ["x[1]", "weight", "bias", "residual", "out"])
@@ -64,14 +64,14 @@ def test_numpy_and_device_arrays_are_not_mixed(cuda_target, argument):
 
 
 def test_a_gradient_of_another_library_is_refused(cuda_target):
-    """That of a mean needs no other array, which would tell."""
+    """A gradient of another library is refused, even for a mean, whose pullback holds no other array."""
     _, pullback = cupyconv.vjp(cupyconv.avg_pool, placed(Ones((1, 2, 8)), cuda_target), 2)
     words = ["grad is numpy.ndarray", "library and device of the result"]
     assert_refused(cuda_target, TypeError, words, pullback, np.ones((1, 2, 4)))
 
 
 def test_arrays_on_two_devices(monkeypatch):
-    """Two arrays of CuPy's class, on two devices that are not there."""
+    """Arrays on two devices are refused; here both have CuPy's class name, and the devices do not exist."""
     cupy_like = type("ndarray", (), {"__module__": "cupy"})
     arrays = {"x": cupy_like(), "weight": cupy_like()}
     for ordinal, array in enumerate(arrays.values()):
@@ -138,7 +138,7 @@ def test_an_empty_sequence(target, function, name, empty):
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_masked_arrays(argument):
-    """A mask would be dropped without a word."""
+    """A masked array is refused, because its mask would be dropped silently."""
     arguments = conv_arguments(numpy_arrays(), {"x": Ones((2, 5, 8, 9))})
     arguments[argument] = np.ma.masked_greater(arguments[argument], 0)
     assert_refused(numpy_arrays(), TypeError, [rf"\b{argument}\b", "MaskedArray"], cupyconv.conv, **arguments)
@@ -147,7 +147,7 @@ def test_masked_arrays(argument):
 @pytest.mark.parametrize("argument", ["xs", "weight", "residual", "out"])
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_matrices(argument):
-    """numpy.matrix multiplies and indexes in ways of its own."""
+    """A numpy.matrix is refused, because it multiplies and indexes differently."""
     arguments = {name: np.ones((4, 4)) for name in ("xs", "weight", "residual", "out")}
     arguments[argument] = np.matrix(arguments[argument])
     words = [rf"\b{argument}\b", "matrix"]
@@ -155,7 +155,7 @@ def test_matrices(argument):
 
 
 class InMetres(np.ndarray):
-    """As astropy's Quantity is one."""
+    """A subclass with units, like astropy's Quantity."""
 
     unit = "m"
 
@@ -180,7 +180,7 @@ def test_read_only_out():
 
 
 def test_out_that_is_one_element_many_times():
-    """A broadcast out says which of its properties is wrong even where it may be written to."""
+    """A writable broadcast `out` is refused because it overlaps itself."""
     out = np.lib.stride_tricks.as_strided(np.full(1, 7.0), (1, 1, 6), (0, 0, 0))
     assert out.flags.writeable
     words = ["out overlaps itself", r"\(1, 1, 6\)", "strides"]
@@ -190,11 +190,11 @@ def test_out_that_is_one_element_many_times():
 @pytest.mark.parametrize(
     "shape, strides, overlaps",
     [
-        ((2, 2, 5), (4, 8, 1), True),  # channels begin where others are not yet over
+        ((2, 2, 5), (4, 8, 1), True),  # channels begin before others end
         ((2, 2, 5), (10, 5, 1), False),
-        ((2, 2, 5), (1, 2, 4), False),  # channels between channels
+        ((2, 2, 5), (1, 2, 4), False),  # interleaved channels
         ((2, 3, 5), (1, 2, 3), True),
-        ((2, 3, 4), (6, 2, 12), False),  # no stride divides the reach of the smaller ones, and yet none meet
+        ((2, 3, 4), (6, 2, 12), False),  # no stride divides the reach of the smaller ones, but none overlap
         ((2, 2, 5), (-10, 5, -1), False),
         ((1, 1, 5), (0, 0, 1), False),
         ((2, 1, 5), (0, 5, 1), True),
@@ -222,13 +222,13 @@ def test_out_shares_memory_with_x(target):
 
 @pytest.mark.parametrize("lies_in", ["x", "out"])
 def test_out_whose_memory_is_known_by_another_owner(lies_in):
-    """The same bytes as an array of a buffer, and as a view of that: no owner says that these meet, addresses do."""
+    """Two arrays of the same bytes with different owners are refused: only their addresses show the overlap."""
     memory, weight = np.ones((2, 3, 8), np.float32), np.ones((3, 3, 1), np.float32)
     apart = np.zeros_like(memory)
     for again in (np.frombuffer(memory, np.float32), np.asarray(memoryview(memory))):
         for other in (again.reshape(memory.shape), again.reshape(memory.shape)[:, :, ::-1]):
             x, out = (other, memory) if lies_in == "x" else (memory, other)
-            cupyconv.conv(x, weight, out=apart)  # a call like the refused one has run, and is remembered
+            cupyconv.conv(x, weight, out=apart)  # a call like the refused one has run, and is cached
             for _ in range(2):
                 assert_refused(numpy_arrays(), ValueError, ["out overlaps x"], cupyconv.conv, x, weight, out=out)
 
@@ -285,7 +285,7 @@ def test_out_may_be_residual(target, view, method):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("method", ["direct", "gemm"])
 def test_out_may_be_other_channels_of_the_buffer_that_x_lies_in(target, channels_last, method):
-    """As DenseNet has it: each layer adds channels to one buffer, reading those before it."""
+    """As in DenseNet, a layer adds channels to one buffer and reads those before them."""
     shape = (2, 10, 6, 5)
     order = (0, 3, 1, 2) if channels_last else (0, 1, 2, 3)
     stored = tuple(shape[order.index(axis)] for axis in range(4))
@@ -303,8 +303,8 @@ def test_out_may_be_other_channels_of_the_buffer_that_x_lies_in(target, channels
 
 @pytest.mark.parametrize("shape", [(64, 512, 56, 56), (7, 131, 61, 59), (3, 40, 17, 19, 23)], ids=str)
 def test_no_buffer_is_too_large_to_see_that_channels_are_apart(shape):
-    """Whether strided views meet is a hard problem in general; a plan is enough here, nothing is touched."""
-    buffer = np.empty(shape, np.float32)  # address space alone, as long as nothing writes to it
+    """Channels of a large buffer are known to be apart, a hard problem for general strides; the test only plans."""
+    buffer = np.empty(shape, np.float32)  # only address space, as long as nothing writes to it
     weight = np.ones((shape[1] - 32, 32, *(1,) * (len(shape) - 2)), np.float32)
     plan = cupyconv.explain(cupyconv.conv, buffer[:, :32], weight, out=buffer[:, 32:])
     assert plan.flops == 2 * 32 * (shape[1] - 32) * shape[0] * np.prod(shape[2:])
@@ -317,13 +317,13 @@ def test_no_overlap_where_there_is_no_element(target):
     assert cupyconv.conv(nothing, weight, out=nothing) is nothing
 
 
-# --- strange, and yet valid -----------------------------------------------------------------------------------
+# --- unusual, but valid ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["direct", "gemm"])
 @pytest.mark.parametrize("changed", ["x", "weight", "bias", "residual"])
 def test_other_byte_orders_are_read(changed, method):
-    """As files of instruments have them; the result is in the machine's own."""
+    """Arrays in the other byte order, as in files of instruments, are read; the result has the machine's byte order."""
     arguments = dict(x=np.arange(8.0).reshape(1, 1, 8), weight=np.ones((1, 1, 3)))
     arguments |= dict(bias=np.ones(1), residual=np.ones((1, 1, 6)))
     expected = cupyconv.conv(**arguments)
@@ -334,7 +334,7 @@ def test_other_byte_orders_are_read(changed, method):
 
 
 def test_any_strides_of_bytes_on_numpy():
-    """A field of a packed record, and a complex number that begins where a float32 may: any view is computed."""
+    """Any NumPy view is computed: a field of a packed record, or complex numbers that are aligned like float32."""
     weight = np.ones((1, 1, 3), np.float32)
     record = np.zeros((1, 1, 8), dtype=[("flag", "u1"), ("value", "f4")])
     record["value"] = np.arange(8)
@@ -345,7 +345,7 @@ def test_any_strides_of_bytes_on_numpy():
 
 
 def test_who_owns_the_memory_of_a_result():
-    """An argument given twice does not matter to a result that owns its memory; a view of the result, or of who knows what, does."""
+    """Repeated arguments are apart from a result that owns its memory; a view of it or of unknown memory is not."""
     backend, out, bias = NumpyBackend(), np.zeros(4), np.ones(4)
     read_only = np.zeros(4)
     read_only.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Refusals of calls as a whole: keywords that nobody has; `explain` and `vjp` of what they do not take; `options`, `onnx_padding`."""
+"""Refusals of whole calls: unknown keywords, arguments of `explain` and `vjp`, `options`, `onnx_padding`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_explain_of_a_gradient_says_what_to_explain(given):
     ],
 )  # fmt: skip
 def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, ours):
-    """By the call, by `explain` and, where there is one, by `vjp`; a layer takes what `conv` takes."""
+    """The call and `explain` refuse a keyword of another library and name the one to use here."""
     called = getattr(cupyconv, function)
     some = [np.ones((1, 1, 3))] * 6
     needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
@@ -52,13 +52,13 @@ def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, o
 
 
 def functions_of_arrays():
-    """Those that answer keywords of other libraries."""
+    """Return the functions that answer keywords of other libraries."""
     return [name for name in cupyconv.__all__ if "foreign" in getattr(getattr(cupyconv, name), "__annotations__", {})]
 
 
 @pytest.mark.parametrize("name", functions_of_arrays())
 def test_an_argument_that_is_missing_may_have_come_by_another_name(name):
-    """Else what is missing is named as Python names it, with all that are, and not as a value that does not fit."""
+    """The error names all missing arguments as Python does, but answers an unknown keyword first."""
     function = getattr(cupyconv, name)
     needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     given = dict.fromkeys(needed, np.ones((1, 1, 3)))
@@ -80,7 +80,10 @@ def test_an_argument_that_is_missing_may_have_come_by_another_name(name):
 
 @pytest.mark.parametrize("name", functions_of_arrays())
 def test_more_arguments_than_have_places_are_told_to_have_names(name):
-    """Of other libraries the stride is the fourth argument; Python would say "from 0 to 3" of what may be missing."""
+    """Too many positional arguments are refused with the names to use, because stride is fourth in other libraries.
+
+    Python's own message would say "from 0 to 3", as if the first three could be missing.
+    """
     function = getattr(cupyconv, name)
     parameters = inspect.signature(function).parameters.values()
     places = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -109,7 +112,7 @@ def test_more_arguments_than_have_places_in_a_layer_and_a_gradient():
         cupyconv.options(1 << 20)
     with pytest.raises(TypeError, match=r"^pullback\(\) missing 1 required positional argument: 'grad'$"):
         cupyconv.vjp(cupyconv.conv, ones, ones)[1]()
-    with pytest.raises(TypeError, match=r"here it is stride$"):  # what has a name of ours is said first
+    with pytest.raises(TypeError, match=r"here it is stride$"):  # a keyword with another name here is answered first
         cupyconv.conv(ones, ones, None, 1, strides=1)
 
 
@@ -240,7 +243,7 @@ def test_explain_on_a_gpu_beside_arrays_of_another(cuda_target):
     ids=str,
 )
 def test_options(error, words, given):
-    """When the block is set up, not when a call inside it is made."""
+    """Bad options are refused when the block is set up, not when a call inside it is made."""
     assert_refused(numpy_arrays(), error, words, cupyconv.options, **given)
 
 

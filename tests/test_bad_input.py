@@ -1,4 +1,4 @@
-"""Refusals of what the functions are told: shapes, numbers, names.  Each with its type and words, before anything is done."""
+"""Refusals of shapes, numbers and names, each with its type and words, before anything is computed."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_prologue_of_complex_numbers_has_no_activation(target, x_dtype, weight
 
 
 def test_the_call_that_is_varied_is_valid(target):
-    """Else every test above would pass for the wrong reason."""
+    """The call that the tests above vary is valid, or they would pass for the wrong reason."""
     arguments = conv_arguments(target, {})
     assert cupyconv.conv(**arguments) is arguments["out"]
     assert (target.to_host(arguments["out"]) == 5 * 9 + 1 + 1).all()
@@ -241,7 +241,7 @@ def test_the_call_that_is_varied_is_valid(target):
 
 @pytest.mark.parametrize("method", ["gemm", "direct"])
 def test_a_workspace_limit_that_a_named_method_exceeds(target, method):
-    """A method without workspace runs; any other says what it needs and what it was allowed."""
+    """A method without workspace runs; any other method is refused with the workspace it needs and the limit."""
     x, weight = placed(Ones((1, 64, 40, 40)), target), placed(Ones((8, 64, 3, 3)), target)
     with cupyconv.options(workspace_limit=1):
         if target.name != "numpy" and method == "direct":
@@ -252,7 +252,7 @@ def test_a_workspace_limit_that_a_named_method_exceeds(target, method):
 
 
 def test_explain_refuses_what_the_call_refuses(target):
-    """With the same words, for every refusal of `conv` above."""
+    """`explain` refuses every call that `conv` refuses above, with the same words."""
     for parameter in (*RANKS, *CHANNELS, *SIZES, *PADDING, *ADDENDS, *KINDS, *NOT_INTEGERS):
         arguments = conv_arguments(target, parameter.values[-1])
         with pytest.raises((TypeError, ValueError)) as of_call:
@@ -290,7 +290,7 @@ def test_linmerge(target, error, words, changes):
     assert_refused(target, error, words, cupyconv.linmerge, **arguments)
 
 
-# More spatial axes than the kernels have are brought to three, where no check may get lost.
+# More spatial axes than the kernels have are reduced to three, and no check may get lost.
 FIVE_AXES = (2, 3, 4, 5)
 
 BEYOND_THREE = table(
@@ -316,7 +316,7 @@ def test_linmerge_over_four_axes(target, error, words, changes):
 
 
 def test_linmerge_over_four_strided_axes_checks_out_itself(target):
-    """These strides allow no view of three axes, and the checks are of `out`, not of what stands in for it."""
+    """These strides allow no view of three axes; the checks apply to `out` itself, not to its substitute."""
     memory = target.to_device(np.ones((2, 5, *FIVE_AXES[::-1]), np.float32))
     x = memory.transpose(0, 1, 5, 4, 3, 2)
     weight = placed(Ones((5, 5)), target)
@@ -439,7 +439,7 @@ def test_too_little_workspace_for_a_window():
         assert_refused(numpy_arrays(), ValueError, words, cupyconv.max_pool, np.ones((1, 1, 8, 8)), 3)
 
 
-# --- arguments of a kind that nobody would give on purpose -----------------------------------------------------
+# --- arguments that nobody would give on purpose ---------------------------------------------------------------
 
 RING: list[Any] = []
 RING.append(RING)
@@ -471,7 +471,7 @@ ODD = table(
     ("B is a number", TypeError, [r"\bB\b", "float"], "from_onnx_weights", ONNX_GRU | dict(B=0.5)),
     ("eps too large", ValueError, ["eps", "float"], "fold_batchnorm", FOLD | dict(eps=TOO_LARGE)),
     ("transposed is a number", TypeError, ["transposed", "True or False", "1"], "fold_batchnorm", FOLD | dict(transposed=1)),
-    # True would count as 1: it was meant for another argument, or for another library's
+    # True would count as 1, but was meant for another argument, or for one of another library
     ("groups is True", TypeError, ["groups must be made of integers, given True"], "conv", CONV_ALONE | dict(groups=True)),
     ("stride is True", TypeError, ["stride must be made of integers, given True"], "conv", CONV_ALONE | dict(stride=True)),
     ("padding has True", TypeError, ["padding .*integers, given True"], "conv", CONV_ALONE | dict(padding=((0, True), 1))),
@@ -489,7 +489,7 @@ ODD = table(
 
 @pytest.mark.parametrize("error, words, function, arguments", ODD)
 def test_odd_arguments(error, words, function, arguments):
-    """As any other refusal: neither an error of the way there, nor one of NumPy's about truth values or hashes."""
+    """Odd arguments are refused like others, without internal errors or NumPy's about truth values or hashes."""
     given = {name: placed(value, numpy_arrays()) for name, value in arguments.items()}
     assert_refused(numpy_arrays(), error, words, getattr(cupyconv, function), **given)
 
@@ -518,7 +518,7 @@ def test_arguments_without_a_common_dtype_are_named(words, function, given):
 
 @pytest.mark.parametrize("lengths, given", [([-1, 2], "-1 to 2"), ([6, 2], "2 to 6")], ids=str)
 def test_lengths_in_a_subclass_of_arrays_are_looked_at(lengths, given):
-    """A memory-mapped file, say."""
+    """Lengths in a subclass of ndarray, such as a memory-mapped file, are checked."""
     arguments = {name: placed(value, numpy_arrays()) for name, value in GRU.items()}
     mapped = np.array(lengths).view(type("Mapped", (np.ndarray,), {}))
     words = ["lengths must be from 0 to 5", given]
@@ -546,7 +546,7 @@ def test_a_padding_given_as_a_padding_mode(name):
 
 
 def test_a_name_in_an_arrays_place():
-    """As in ``scipy.signal.fftconvolve(image, kernel, "same")``."""
+    """A name in an array's place is refused, as in ``scipy.signal.fftconvolve(image, kernel, "same")``."""
     words = ["bias must be an array, not the str 'same': settings are given by name, as padding='same'"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, np.ones((1, 1, 5)), np.ones((1, 1, 3)), "same")
 
@@ -580,7 +580,7 @@ def test_an_image_without_samples_and_channels_to_pool(shape):
     ids=str,
 )
 def test_a_kernel_of_three_axes_alone(shape, kernel, hinted):
-    """It reads as a weight of one spatial axis; whoever has signals is not told of volumes."""
+    """A kernel of three axes reads as a weight of one spatial axis; a call with signals gets no hint about volumes."""
     x, weight = np.ones(shape), np.ones(kernel)
     with pytest.raises(ValueError) as caught:
         cupyconv.conv(x, weight)
@@ -629,14 +629,14 @@ def test_linmerge_names_the_array_without_axes():
 
 @pytest.mark.parametrize("shapes", [((2, 100, 3), (2, 100, 2)), ((1, 3, 100), (3, 2, 100))])
 def test_linmerge_misses_no_samples_where_the_rest_of_the_shapes_says_that_they_are_there(shapes):
-    """As many samples as channels in all are a coincidence then: of channels that are last, or of two batches."""
+    """Samples that add up to the weight's channels are a coincidence if channels are last, or for two batches."""
     fields = [np.ones(shape) for shape in shapes]
     with pytest.raises(ValueError, match=r"must agree in all but the channel axis: [^;]*$"):
         cupyconv.linmerge(fields, np.ones((5, 4)))
 
 
 def test_an_array_is_no_tuple_of_numbers_nor_a_shape():
-    """Said in a few words, without its elements."""
+    """An array in place of numbers or of a shape is refused in a few words, without its elements."""
     x, kernel = np.ones((1, 1, 8, 8)), np.ones((1, 1, 3, 3))
     words = [r"^stride must be made of integers, given an array of shape \(2,\): give a tuple$"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, x, kernel, stride=np.array([1, 2]))

@@ -1,4 +1,4 @@
-"""`fold_batchnorm`: one convolution equals a convolution and the normalisation after it."""
+"""`fold_batchnorm`: one convolution equals a convolution and the batch normalization after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def moved(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalised(y: np.ndarray, mean: Any, var: Any, gamma: Any, beta: Any, eps: float) -> np.ndarray:
-    """Batch normalisation at inference, as ONNX defines it."""
+    """Batch normalization at inference, as ONNX defines it."""
     mean, var, gamma, beta = (v[:, None, None] for v in (mean, var, gamma, beta))
     return gamma * (y - mean) / np.sqrt(var + eps) + beta
 
@@ -61,7 +61,7 @@ def test_what_is_none_is_neutral(target, absent):
 @pytest.mark.parametrize("kernel", [(3,), (2, 3), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_weight_of_a_transposed_convolution(target, groups, kernel):
-    """(C_in, C_out // groups, ...): an output channel is a column in the rows of its own group."""
+    """In a weight (C_in, C_out // groups, ...), an output channel is a column in the rows of its own group."""
     rng = np.random.default_rng(groups)
     outputs = 2 * groups
     weight, bias, given = rng.standard_normal((6, 2, *kernel)), rng.standard_normal(outputs), statistics(rng, outputs)
@@ -95,7 +95,7 @@ def test_the_arguments_stay_as_they_are(target):
 
 
 def test_a_variance_of_zero_without_eps_is_infinite_and_quiet_on_cuda(cuda_target):
-    """As the definition has it: to refuse it would wait for the GPU."""
+    """On CUDA the result is what the definition gives, because a refusal would have to wait for the GPU."""
     one = np.ones(1)
     arguments = moved(cuda_target, dict(weight=np.ones((1, 1, 1)), bias=None, mean=0 * one, var=0 * one))
     weight, bias = cupyconv.fold_batchnorm(**arguments, eps=0)
@@ -155,14 +155,14 @@ def test_one_library(cuda_target):
 @pytest.mark.parametrize("var, eps, said", [(-3.0, 1e-5, "-1e-05, given -3"), (0.0, 0, "0, given 0"),
                                            (-0.25, 0.25, "-0.25, given -0.25")])  # fmt: skip
 def test_a_variance_without_a_root_to_divide_by_is_refused(var, eps, said, dtype):
-    """Of exactly -eps too: it gave infinities."""
+    """A variance of -eps or less is refused; exactly -eps gave infinities once."""
     one = np.ones(2, dtype)
     with pytest.raises(ValueError, match=f"var must be above -eps, {said}"):
         cupyconv.fold_batchnorm(np.ones((2, 3, 1), dtype), None, mean=one, var=np.array([1, var], dtype), eps=eps)
 
 
 def test_a_variance_that_rounding_makes_minus_eps_is_refused():
-    """float32(-1e-5) is above -1e-5, and their sum in float32 is 0."""
+    """float32(-1e-5) is refused with an eps of 1e-5: it is above -1e-5, but var + eps is 0 in float32."""
     one = np.ones(1, np.float32)
     with pytest.raises(ValueError, match="var must be above -eps"):
         cupyconv.fold_batchnorm(np.ones((1, 1, 1), np.float32), None, mean=one, var=np.float32(-1e-5) * one, eps=1e-5)

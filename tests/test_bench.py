@@ -1,7 +1,7 @@
-"""`python -m cupyconv bench` as a whole: runs, what fails in them, how they go on; and the processes of its peers.
+"""`python -m cupyconv bench` as a whole: its runs, their failures, how they resume; and the processes of its peers.
 
-The whole command runs on NumPy and on the host device with small cases and a clock that tells what it is told.
-torch, where it is installed, is asked for its mathematics.
+The whole command runs on NumPy and on the host device with small cases and a clock that reports given times.  If torch
+is installed, its results are checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def torch():
 
 
 def here(machine, *participants, arrays=None):
-    """The library and other participants in this process, begun like a GPU's."""
+    """Return the library and other participants in this process, started like those of a GPU."""
     arrays = SharedArrays(machine)
     made = {OURS: Ours, "numpy": partial(ArrayLibrary, machine)} | dict(participants)
     return {name: lambda make=make: Runner(machine, make(), arrays) for name, make in made.items()}
@@ -101,7 +101,7 @@ def test_every_method_is_timed_on_the_host_device(host_machine):
 
 
 def test_what_the_choice_is_held_to():
-    """A chain to its layers in separate calls; a transform to exact arithmetic, which is timed where it was chosen."""
+    """A chain is compared with separate calls of its layers, a chosen transform with exact arithmetic."""
     wide = Case("wide", 2, (64,), (30, 30), 64, (3, 3), padding=((1, 1),) * 2)
     for case in (SMALL[-1], wide):
         xs, weights = case.arrays()
@@ -149,7 +149,7 @@ def test_who_is_broken_is_told_and_left_out_and_who_is_missing_is_named():
 
 
 class Made(Participant):
-    """Ways by their names."""
+    """A participant with the given ways."""
 
     def __init__(self, **ways):
         self._ways = ways
@@ -277,7 +277,7 @@ def test_a_lost_device_begins_a_new_process(tmp_path, capsys):
 
 
 def test_the_watch_ends_a_process_that_hangs():
-    """Armed for a moment in a process of its own."""
+    """A process of its own is ended after a short limit, but not while the watch is disarmed."""
     import subprocess
     import sys
 
@@ -313,7 +313,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # what torch warns of is no failure of ours
+@pytest.mark.filterwarnings("default")  # torch's warnings are not failures of this library
 def test_the_command_on_a_gpu(tmp_path, monkeypatch):
     gpu_target(for_timing=True)
     monkeypatch.setattr(session.Watch, "restart", lambda self: None)  # it would replace the process that runs the tests
@@ -336,7 +336,7 @@ def test_the_fastest_product_sets_the_rate():
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """Begins a process that has modules of this test's instead of libraries; it is ended."""
+    """Yield a function that starts a process with modules of this test instead of libraries; end the processes."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     runners = []
 

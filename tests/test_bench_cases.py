@@ -1,4 +1,4 @@
-"""The cases of the bench: what they compute, how results are checked, which tables they are in."""
+"""The cases of the bench: what they compute, how results are checked, and which tables they are in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_reference_is_the_oracles(case):
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_a_gradient_is_the_adjoint_of_the_oracles_convolution(case):
-    """For a random direction: what the result gains along it is what the gradient says."""
+    """Along a random direction, the change of the result is what the gradient says."""
     xs, weights = case.arrays()
     layer = Case(**{name: value for name, value in asdict(case).items() if name != "of"})
     inputs, (weight,) = layer.arrays()
@@ -64,7 +64,7 @@ def test_the_librarys_call_and_the_numpy_peer_are_right(case):
         assert_close(case.ours(xs, weights), expected, case.dtype, case.terms)
     assert error(np, case, case.ours(xs, weights), expected) <= allowed_error(case)
     peer = concatenate_im2col_matmul(np, case, xs, weights)
-    wide = case.dtype not in ("float16", "bfloat16")  # whose sums NumPy keeps in themselves
+    wide = case.dtype not in ("float16", "bfloat16")  # NumPy sums these in their own dtype
     assert error(np, case, peer, expected) >= 0 if wide else np.allclose(peer.astype(float), expected, atol=0.5)
 
 
@@ -87,7 +87,7 @@ def test_a_recurrent_layer_is_the_oracles(case):
     naive = reference_recurrent.recurrent(case.cell, *map(oracle.wide, (*xs, *weights))).y
     np.testing.assert_allclose(expected, naive, rtol=1e-12, atol=1e-12)
     error(np, case, case.ours(xs, weights), expected)
-    if np.dtype(dtype_from_name(case.dtype)).itemsize > 2:  # whose states NumPy keeps in themselves
+    if np.dtype(dtype_from_name(case.dtype)).itemsize > 2:  # NumPy keeps 16-bit states in 16 bits
         error(np, case, loop_in_python(np, case, xs, weights), expected)
     with pytest.raises(WrongResult, match="error"):
         error(np, case, case.ours(xs, [weights[0] + weights[0], *weights[1:]]), expected)

@@ -1,4 +1,4 @@
-"""How the bench takes times: whose turn it is, when it ends, and what a sample is."""
+"""How the bench measures times: the order of turns, when it ends, and what a sample is."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_hopeless_way_has_no_turns_and_a_bad_moment_is_forgiven():
 def test_the_wall_clock_counts_seconds():
     calls = []
     sample = clock.HostClock().sample(lambda: calls.append(sum(range(20000))), 0)
-    assert 0 < sample.device == sample.host and len(calls) > 2  # a turn is many short calls, as many as a machine can
+    assert 0 < sample.device == sample.host and len(calls) > 2  # a turn is as many short calls as the machine can make
 
 
 def test_a_long_call_is_made_once(monkeypatch):
@@ -105,7 +105,7 @@ def test_a_long_call_is_made_once(monkeypatch):
 
 
 class LoggedCuda:
-    """The part of CuPy that a `CudaClock` uses, which writes down what is enqueued."""
+    """The part of CuPy that a `CudaClock` uses; it logs what is enqueued."""
 
     def __init__(self):
         self.log = []
@@ -132,7 +132,7 @@ class LoggedCuda:
 
 
 def test_what_a_sample_on_a_gpu_enqueues():
-    """Empty the cache, keep the GPU busy while the host enqueues, and only the call between the events."""
+    """A sample empties the cache, keeps the GPU busy while the host enqueues, and times only the call."""
     cupy = LoggedCuda()
     cuda = clock.CudaClock(cupy, l2_bytes=50 << 20)
     sample = cuda.sample(lambda: cupy.log.append("call"), host=1e-3)

@@ -1,4 +1,4 @@
-"""The page of `python -m cupyconv bench --report`: whole HTML, every case on it, the record's numbers, nothing fetched."""
+"""The page of `python -m cupyconv bench --report`: complete HTML, every case, the record's numbers, nothing fetched."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def written():
 
 
 class Reader(HTMLParser):
-    """Holds a page to what a browser expects, and collects its tables, elements and text."""
+    """Checks that a page is what a browser expects, and collects its tables, elements and text."""
 
     VOID = frozenset(("meta",))
 
@@ -101,7 +101,7 @@ class Reader(HTMLParser):
             self.tables[-1][-1][-1] += data
 
     def line(self, name, column):
-        """The row that a name begins, of the table that has this column, by the columns' names."""
+        """Return the row that begins with a name, in the table that has this column, by column names."""
         (found,) = [
             dict(zip(table[0], row)) for table in self.tables if column in table[0] for row in table if row[0] == name
         ]
@@ -153,7 +153,7 @@ def test_its_numbers_are_the_records(written):
 
 
 def test_every_case_of_a_real_record_has_its_times():
-    """The record whose figures the README shows."""
+    """The page shows all times of the record behind the README's figures."""
     from tests.benchmarks.figures import RESULTS
 
     record = read_record(RESULTS / "numpy.json")
@@ -178,7 +178,7 @@ def test_a_marker_lies_where_its_ratio_says_and_a_loss_has_another_colour(writte
     one = float(re.search(r'x1="([\d.]+)%"[^>]*class="even"', convolution)[1])
     assert at["numpy"][0] == "won" and at["torch"][0] == "lost"
     assert at["numpy"][1] < one < at["torch"][1]
-    # distances on a logarithmic axis: 0.2 and 1.25 lie as far from 1 as their logarithms say
+    # on a logarithmic axis, the distances of 0.2 and 1.25 from 1 are those of their logarithms
     assert (one - at["numpy"][1]) / (at["torch"][1] - one) == pytest.approx(np.log(5) / np.log(1.25), rel=0.01)
     assert 'class="lost unsteady"' in merge
 
@@ -193,7 +193,7 @@ def test_the_rooflines_points_lie_under_the_roofs_as_they_should(written):
     first, second, third = (float(y) for *_, y in points)
     slope, *tops = re.findall(r'points="([\d., ]+)" class="roof"', drawn)
     height = [float(top.split()[0].partition(",")[2]) for top in tops]
-    assert third < height[0] < height[1] < second  # SVG counts downward
+    assert third < height[0] < height[1] < second  # SVG's y axis points down
     assert first == pytest.approx(height[1], abs=0.2)  # 200 GFLOP/s is the roof of float64
     ridge = slope.split()[1]
     assert ridge == tops[0].split()[0]
@@ -239,7 +239,7 @@ def test_memory_is_what_explain_states_at_most_and_columns_are_what_numpy_writes
         xs, _ = replace(case, batch=batch).arrays()
         windows = np.prod(case.kernel) * np.prod(case.out_size) // np.prod(case.size[: len(case.kernel)])
         assert columns == windows * np.concatenate(xs, axis=1).nbytes
-        assert 0 <= measured <= planned + (1 << 16)  # objects of Python's
+        assert 0 <= measured <= planned + (1 << 16)  # Python objects
 
 
 def test_memory_stops_where_time_or_arrays_end(monkeypatch):

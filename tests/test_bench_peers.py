@@ -1,4 +1,4 @@
-"""Who takes part in the bench, in which ways, and that all compute the same."""
+"""The benchmark's peers: which implementations each one offers, and that all of them compute the same result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_peer_computes_the_same(name):
     ways = 0
     for case in (*SMALL, *GRADIENTS, *RECURRENT, *STEPS, *FILTERS, *LARGE_KERNELS):
         if name == "numpy" and case.dtype in ("float16", "bfloat16"):
-            continue  # whose sums NumPy keeps in themselves
+            continue  # NumPy accumulates in these dtypes themselves
         xs, weights = case.arrays()
         with peer.during(case):
             for way in peer.ways(case, xs, weights):

@@ -1,4 +1,4 @@
-"""What a run of the bench says: floors, and the page of text."""
+"""The report of a benchmark run: the floors of cases, and the page of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_floor_is_the_larger_time():
 
 
 def test_the_floor_of_the_original_merge_is_the_known_one():
-    """384 MB in float32; 89 µs is what an H200 needs to copy as much."""
+    """The merge moves 384 MB in float32, and an H200 needs 89 µs to copy that many bytes."""
     merge = next(case for case in tables.gpu_cases() if case.name == "merge 5 x (4, 4, 10^6) -> 4, float32")
     assert merge.minimal_bytes == pytest.approx(384e6, rel=1e-5)
     assert floors.Rates(4.3e12, {"float32": 5e13}).floor(merge)["seconds"] == pytest.approx(89e-6, rel=0.01)
@@ -45,7 +45,7 @@ def page_of(*rows):
 
 
 def cells(page, label):
-    """What stands in the first line with this label, word by word."""
+    """Return the words of the first line with this label."""
     (line, *_) = (line for line in page.splitlines() if line.strip().startswith(label))
     return line.split()
 
@@ -91,7 +91,7 @@ def test_what_is_unsteady_is_marked():
 
 
 def test_exact_arithmetic_has_a_mean_of_its_own_and_is_no_method():
-    """Of the second case the choice is exact itself."""
+    """Exact arithmetic has its own mean, and is not a method.  In the second case the chosen plan is exact itself."""
     page = page_of(
         a_row("one", **{"cupyconv": way(1.0), "cupyconv exact": way(4.0, ratio=0.25)}, torch=way(2.0, ratio=0.5)),
         a_row("two", cupyconv=way(1.0), torch=way(2.0, ratio=0.5)),
@@ -109,4 +109,4 @@ def test_a_chain_that_loses_to_separate_calls_is_a_bad_choice():
     assert "on 0 of the 1 cases" in page and chosen[1:6] == ["gemm", "layer", "by", "layer", "1.50"]
     assert (
         cells(page, "layer by layer")[-2:] == ["best", "peer"] and cells(page, "chain")[-1] == "1.50"
-    )  # it is no peer
+    )  # "layer by layer" is not a peer

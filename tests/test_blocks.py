@@ -1,4 +1,4 @@
-"""How a result is cut: pixels, samples and channels into blocks of about a size; and what BLAS takes as a matrix."""
+"""How a result is cut into blocks of pixels, samples and channels, and which images BLAS reads as a matrix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 300))
 @given(st.integers(1, 20), SIZES, st.integers(1, 100_000), st.integers(1, 20))
 @example(20, (1, 1, 1), 16, 20)
 def test_a_block_is_one_run_of_pixels_or_of_samples(batch, size, pixels, most_samples):
-    """At most as many as were asked for, and not far fewer."""
+    """A block has at most the requested numbers of pixels and samples, and not far fewer."""
     samples, *own = block_of_pixels(geometry(batch, size), pixels, most_samples)
     whole = [part == extent for part, extent in zip(own, size)]
     assert 1 <= samples <= min(batch, most_samples) and all(1 <= part <= extent for part, extent in zip(own, size))
@@ -46,7 +46,7 @@ def test_a_block_is_one_run_of_pixels_or_of_samples(batch, size, pixels, most_sa
 
 
 def test_a_block_of_nothing():
-    """Has an extent of one: what is divided by it is zero."""
+    """Along an empty axis a block has an extent of 1, since the size of the axis, 0, is divided by it."""
     assert block_of_pixels(geometry(3, (1, 0, 5)), 10, 2) == (2, 1, 1, 5)
     assert block_of_pixels(geometry(0, (0, 4, 0)), 10, 2)[1:] == (1, 4, 1)
 
@@ -54,7 +54,7 @@ def test_a_block_of_nothing():
 @share_of_examples(3)
 @given(st.integers(1, 20), SIZES, st.integers(1, 4), st.integers(0, 20_000))
 def test_every_thread_has_as_many_pixels(batch, size, threads, most):
-    """No more blocks than there are pixels for, each a number of whole rows, or of slices, where there are as many of these."""
+    """There are no more blocks than needed; each has whole samples, slices or rows if there are enough of these."""
     share, pixels = share_of_pixels(geometry(batch, size), threads, most), batch * prod(size)
     blocks = threads * ceil(pixels / (threads * max(1, most)))
     assert ceil(pixels / share) <= blocks and share < 2 * ceil(pixels / blocks)
@@ -66,7 +66,7 @@ def test_every_thread_has_as_many_pixels(batch, size, threads, most):
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 500))
 @example(1, 12, 5)
 def test_channels_are_cut_evenly(own, groups, most):
-    """Into whole groups, or parts of one; as few as there must be."""
+    """Channels are divided evenly into whole groups, or into parts of one group, and into as few parts as possible."""
     channels = even_channels(geometry(1, (1, 1, 1), own, groups), most)
     assert 1 <= channels <= min(most, own * groups)
     if most < own:
@@ -103,8 +103,8 @@ def test_a_block_is_as_large_as_the_limit_allows(batch, size, target, smallest, 
         assert needed(block) == least or each * prod(block) * 9 > limit - fixed
 
 
-#: Channels and pixels, and their strides; of which BLAS takes some as a matrix, if it reaches less than 1000 elements, and of
-#: channels-last ones 100 pixels at a time.
+#: Shapes (channels, pixels) and strides of images that BLAS reads as a matrix, and of images that it does not.  In the
+#: test a matrix spans less than 1000 elements, and channels-last images are read 100 pixels at a time.
 MATRICES = [
     ((4, 25), (25, 1)), ((4, 25), (30, 1)), ((1, 25), (0, 1)), ((1, 2500), (5000, 1)), ((10, 25), (99, 1)),
     ((4, 25), (1, 4)), ((4, 25), (1, 6)), ((4, 90), (1, 11)), ((4, 2500), (1, 9)),

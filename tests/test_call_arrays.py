@@ -1,4 +1,4 @@
-"""What a call says of its arrays: where `out` may lie, and images as backends see them, against element-by-element truth."""
+"""A call's analysis of its arrays, checked element by element: memory for `out`, and views for backends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def address(array: np.ndarray) -> int:
 
 
 def a_view(random: Random, memory: np.ndarray) -> np.ndarray:
-    """Some elements of it in any order, backwards too; each once, and at times none."""
+    """Return a random view of the memory, also with negative strides: no element occurs twice, and it may be empty."""
     view = memory.view(random.choice((np.float32, np.float64)))
     view = view.reshape(4, -1) if random.random() < 0.7 else view
     for _ in range(random.randrange(3)):
@@ -34,7 +34,7 @@ def a_view(random: Random, memory: np.ndarray) -> np.ndarray:
 
 
 def with_other_steps(array: np.ndarray) -> np.ndarray:
-    """The same elements: the step along an axis of one is never made."""
+    """Return the same elements with other strides along axes of length 1, where strides have no effect."""
     strides = [step if extent > 1 else 24 for extent, step in zip(array.shape, array.strides)]
     return np.lib.stride_tricks.as_strided(array, array.shape, strides)
 
@@ -47,7 +47,10 @@ def bytes_of(array: np.ndarray) -> set[int]:
 
 
 def test_an_out_is_refused_where_an_element_of_it_is_another_arguments():
-    """And nowhere else: views between each other's elements are apart; the residual may be the very same."""
+    """`out` is refused only if it shares an element with another argument; interleaved views share none.
+
+    It may be exactly the residual.
+    """
     random, seen = Random(0), []
     memory = np.zeros(48 * 8, np.uint8)
     for _ in range(600):
@@ -74,7 +77,7 @@ def test_an_out_is_refused_where_an_element_of_it_is_another_arguments():
 
 
 def test_an_out_of_which_nobody_can_say_is_refused():
-    """Whether these have an element in common takes NumPy a minute to find out."""
+    """`out` is refused if nobody can quickly decide whether it overlaps: for these arrays NumPy needs a minute."""
     itemsize = np.dtype(np.float32).itemsize
 
     def laid_out(place: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> SimpleNamespace:
@@ -91,7 +94,7 @@ def test_an_out_of_which_nobody_can_say_is_refused():
 @pytest.mark.parametrize("spatial", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("batched", [True, False])
 def test_images_are_described_as_they_are_viewed(spatial, batched):
-    """With samples and three spatial axes, whatever they were; only those are copied of which there is no such view."""
+    """Images are described with a batch axis and three spatial axes, and are copied only if there is no such view."""
     random, copies = Random(spatial), 0
     for _ in range(60):
         axes = Axes(batched, spatial)
@@ -138,6 +141,6 @@ def test_a_result_without_samples_lies_as_one_of_them(size, channels_last):
 
 
 def shares(image: np.ndarray, spatial: int) -> bool:
-    """Whether the leading spatial axes are one in the same memory."""
+    """Whether the leading spatial axes can be merged into one without a copy."""
     joined = image.reshape(*image.shape[:2], prod(image.shape[2:-2]), *image.shape[-2:])
     return np.shares_memory(joined, image)

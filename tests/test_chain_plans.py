@@ -1,4 +1,4 @@
-"""What is true of every plan of a chain on NumPy: by tiles, and layer by layer."""
+"""Properties of every NumPy plan of a chain, by tiles and layer by layer."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from cupyconv.problem.geometry import ranges_of
 from cupyconv.problem.problems import ChainProblem, HostModel, NotApplicable
 
 BACKEND = NumpyBackend()
-#: How much less than its parts by themselves a chain may take, and more: a price is of the usual parts.
+#: Bounds of a chain's estimated time divided by that of its parts: the estimate knows only the usual parts.
 FAR_LESS, FAR_MORE = 0.05, 15.0
-#: A function that makes an array of a shape, a dtype and an order in memory.
+#: A function that makes an array with a shape, a dtype and a memory order.
 Make = Callable[..., np.ndarray]
 
 
 def any_chain(random: Random, make: Make, scale: int) -> tuple[np.ndarray, list[ConvLayer]]:
-    """Layers with strides and groups, of which some read many rows of padding alone."""
+    """Return an image and random layers with strides and groups; some layers read many rows that are only padding."""
     rank, channels, batch = random.choice((1, 2, 2, 3)), about(random, 1, 12), about(random, 1, 9)
     dtype = random.choice(("float32", "float32", "float64"))
     size = [about(random, 1, {1: 10 * scale, 2: scale, 3: scale // 3}[rank]) for _ in range(rank)]
@@ -66,10 +66,10 @@ def any_chain(random: Random, make: Make, scale: int) -> tuple[np.ndarray, list[
 
 
 def chain_of(random: Random, make: Make = array, scale: int = 60) -> tuple[ChainProblem, dict[str, Any]]:
-    """Any chain under any limit on any number of threads, and its arrays."""
+    """Return a random chain with a random workspace limit and number of threads, and its arrays."""
     x, layers = any_chain(random, make, scale)
     (result,) = checked_call(cupyconv.conv_chain, x, layers).results
-    out = np.empty(result.shape, result.dtype)  # memory of its own, which `array` has not
+    out = np.empty(result.shape, result.dtype)  # has its own memory, unlike arrays made by `array`
     call = checked_call(cupyconv.conv_chain, x, layers, out=out)
     problem: Any = call.problem
     machine = HostModel(random.choice((1, 2, 3)))
@@ -93,14 +93,14 @@ def fused(problem: ChainProblem) -> Fused | None:
 
 @pytest.fixture
 def tile_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets about how large a tile is, so that small images have several."""
+    """Return a function that sets the approximate tile size, so that small images have several tiles."""
     return partial(monkeypatch.setattr, chain_fused, "TILE_BYTES")
 
 
 @share_of_examples(0.6)
 @given(st.integers(0, 10**9))
 def test_tiles_are_all_of_a_chain_in_parts_that_were_planned(tile_bytes, seed):
-    """By any number of threads; the price is about that of the parts."""
+    """Tiles cover the result once with any number of threads; their estimated time is about that of their parts."""
     random = Random(seed)
     problem, _ = chain_of(random)
     most = about(random, 1 << 8, 1 << 18)
@@ -113,7 +113,7 @@ def test_tiles_are_all_of_a_chain_in_parts_that_were_planned(tile_bytes, seed):
     extent = last.out_size[loop.axis]
     assert (extent >= 32 and all(size < 32 for size in last.out_size[: loop.axis])) or extent == max(last.out_size)
     assert samples == rows == 1 or problem.intermediate_bytes * samples * rows <= most * last.batch * extent
-    # Threads have samples first, and bands of rows, whose neighbours compute some rows again, where these are too few.
+    # Threads share samples.  If these are too few, they share bands of rows; adjacent bands compute some rows twice.
     groups = ranges_of(last.batch, samples)
     assert [row for band in loop.row_ranges for row in band] == [*range(extent)]
     assert loop.bands == 1 or len(groups) % threads
@@ -125,7 +125,7 @@ def test_tiles_are_all_of_a_chain_in_parts_that_were_planned(tile_bytes, seed):
     parts = [[part for piece, part in layer if piece.outputs] for layer in zip(*tiles)]
     assert all(part and part.threads * loop.threads <= threads for layer in parts for part in layer)
     together = sum(part.seconds for layer in parts for part in layer if part) / loop.threads
-    if problem.limit > 4 * sum(tiled.sizes.values()):  # a smaller one cuts parts smaller than those that were priced
+    if problem.limit > 4 * sum(tiled.sizes.values()):  # with less, parts are smaller than estimated
         assert FAR_LESS * together < tiled.seconds < FAR_MORE * together
     assert sum(part.turns for layer in parts for part in layer if part) <= loop.turns
 
@@ -133,7 +133,7 @@ def test_tiles_are_all_of_a_chain_in_parts_that_were_planned(tile_bytes, seed):
 @share_of_examples(0.6)
 @given(st.integers(0, 10**9))
 def test_a_chain_keeps_within_its_limit_and_what_takes_less_is_taken(tile_bytes, seed):
-    """Copies of weights that are more than half of the limit come on top; so do images that are said to be beyond it."""
+    """Weight copies larger than half of the limit are added to it, and so are images that a note reports beyond it."""
     random = Random(seed)
     problem, _ = chain_of(random)
     tile_bytes(about(random, 1 << 8, 1 << 21))
@@ -177,7 +177,7 @@ def test_tiles_and_layers_compute_the_same(tile_bytes, seed):
 
 
 class Counted(Scratch):
-    """Memory whose arrays are counted."""
+    """A scratch buffer that records the size of each array."""
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
         super().__init__(dtype, rounds)
@@ -189,8 +189,8 @@ class Counted(Scratch):
         return result
 
 
-#: Layers of one way that take turns in the memory of their parts, each with another array that is large: the image, its
-#: dtype, the limit, about how large a tile is, and outputs, channels of a group, kernel and groups of each layer.
+#: Layers of one implementation whose parts reuse the same memory, with different largest arrays: shape and dtype of the
+#: image, workspace limit, approximate tile bytes; per layer: outputs, channels per group, kernel size and groups.
 SHARING: dict[str, tuple[tuple[int, ...], str, int, int, list[tuple[int, int, tuple[int, int], int]]]] = {
     "a tile of one, columns of another": (
         (4, 8, 34, 101), "float32", 312_133, 35_929, [(1, 8, (1, 3), 1), (4, 1, (3, 1), 1), (48, 4, (5, 25), 1)],
@@ -206,7 +206,7 @@ SHARING: dict[str, tuple[tuple[int, ...], str, int, int, list[tuple[int, int, tu
 
 @pytest.mark.parametrize("of", SHARING)
 def test_memory_that_layers_share_is_counted(of, tile_bytes, monkeypatch):
-    """Of each array as much as the layer takes that takes most of it."""
+    """Each shared array is counted with the largest size that any of the layers needs."""
     size, dtype, limit, tile, shapes = SHARING[of]
     made: list[Counted] = []
     monkeypatch.setattr(chain_fused, "Scratch", lambda *of, **rounds: made.append(Counted(*of, **rounds)) or made[-1])
@@ -231,7 +231,7 @@ def test_memory_that_layers_share_is_counted(of, tile_bytes, monkeypatch):
     ],
 )
 def test_no_more_is_spared_than_layers_cannot_share(of, share, tile_bytes):
-    """The tiles that are tried first have room then, as they had not with parts as large as may be."""
+    """Only memory that layers cannot share is reserved: the first tiles fit, as they did not with the largest parts."""
     size, dtype, limit, tile, shapes = SHARING[of]
     tile_bytes(tile)
     layers = [
@@ -255,7 +255,7 @@ def needed_of(refusal: ValueError) -> int:
 
 
 def test_tiles_have_room_where_there_is_just_what_they_take():
-    """Of layers that need nothing beside their images nothing is spared."""
+    """No memory is reserved for layers that need only their images."""
     x, layers = array(2, 8, 64, 64), [ConvLayer(array(8, 8, 1, 1))] * 2
     with cupyconv.options(threads=1, workspace_limit=1), pytest.raises(ValueError, match="needs") as refusal:
         cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True)
@@ -279,7 +279,7 @@ def test_other_parts_are_planned_like_the_usual_ones(tile_bytes, threads):
     loop = plan_fused(on(call.problem, HostModel(threads))).loop  # type: ignore[arg-type]
     tiles = [tile for band in loop.row_ranges for tile in loop.tiles(1, band)]
     assert len(tiles) > 8
-    assert len(loop.loops[0]) > 2  # the first tile, and the last
+    assert len(loop.loops[0]) > 2  # the first and the last tile have their own
     for layer, loops in zip(zip(*tiles), loop.loops):
         ((usual, _),) = Counter(piece.geometry for piece, _ in layer if piece.outputs).most_common(1)
         assert loops[0].geometry == usual and len({part.name for part in loops}) == 1
@@ -310,7 +310,7 @@ def test_layers_beyond_the_limit_are_taken_where_they_take_clearly_less(seconds,
     [(HostModel(1, most=2), 96, True), (HostModel(1, most=2), 4, False), (HostModel(1), 96, False)],
 )
 def test_tiles_of_one_thread_hold_blas_where_it_would_divide_their_products(machine, channels, holds):
-    """Not where a caller asked for one thread: BLAS's are left to them."""
+    """BLAS is not held if the caller asked for one thread: its threads are then the caller's decision."""
     layers = [ConvLayer(array(channels, channels, 3, 3))] * 2
     problem: Any = checked_call(cupyconv.conv_chain, array(1, channels, 40, 40), layers).problem
     assert plan_fused(on(problem, machine)).loop.holds_blas == holds
@@ -319,7 +319,7 @@ def test_tiles_of_one_thread_hold_blas_where_it_would_divide_their_products(mach
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("size", [(3, 60, 9), (3, 9, 60)])
 def test_parts_are_planned_for_arrays_as_they_lie(size, dtype, tile_bytes, monkeypatch):
-    """And have weights in the dtype that they compute in, and the memory that the part before had."""
+    """Parts get arrays with the planned strides, weights in the compute dtype, and the memory of the previous part."""
     tile_bytes(4_000)
     seen, own = 0, ConvLoop.run
 
@@ -354,7 +354,7 @@ def test_a_layer_may_have_no_channels():
     ("batch", "tile", "bands"), [(4, (1, 8), 1), (3, (1, 8), 2), (3, (1, 76), 1), (3, (2, 8), 1), (1, (2, 8), 2)]
 )
 def test_rows_are_of_the_last_layer_and_in_bands_where_samples_are_too_few_for_threads(batch, tile, bands):
-    layers = [ConvLayer(array(4, 4, 3, 3)), ConvLayer(array(4, 4, 3, 3), stride=(19, 1))]  # at last 2 x 76 pixels
+    layers = [ConvLayer(array(4, 4, 3, 3)), ConvLayer(array(4, 4, 3, 3), stride=(19, 1))]  # in the end 2 x 76 pixels
     problem: Any = checked_call(cupyconv.conv_chain, array(batch, 4, 40, 80), layers).problem
     problem = on(problem, HostModel(2))
     cut = _draft(problem, tile, 2).cut
@@ -377,7 +377,7 @@ def test_rows_of_a_small_result_are_along_its_longest_axis(size, axis):
     ],
 )
 def test_why_there_are_no_tiles(tile_bytes, size, kernel, limit, words):
-    """Each row of windows that reach over an end has padding of its own, and would be planned by itself."""
+    """Every row of windows that reach beyond an end has different padding and would need its own plan."""
     tile_bytes(1)
     weight = array(size[1], size[1], kernel, 1)
     layers = [ConvLayer(weight, padding=(kernel // 2, 0))] * 2

@@ -1,4 +1,4 @@
-"""Which rows a tile of a chain needs and adds, held to the definition of a convolution, row by row."""
+"""The rows that a tile of a chain reads and computes, checked row by row against the definition of a convolution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tile = tuple[Piece, ...]
 def layer_along(
     axis: int, size: int, kernel: int = 1, stride: int = 1, dilation: int = 1, before: int = 0, after: int = 0
 ) -> ConvGeometry:
-    """A layer that is one-dimensional, along any axis."""
+    """Return a one-dimensional layer along `axis`."""
 
     def along(value: int, other: int) -> Any:
         return tuple(value if each == axis else other for each in range(3))
@@ -34,7 +34,7 @@ def layer_along(
 
 
 def any_chain(random: Random, rows: int) -> tuple[list[ConvGeometry], int]:
-    """Layers, of which the last has about so many rows, and the axis that these are along."""
+    """Return random layers for an image with `rows` rows, and the axis along which rows are counted."""
     axis, size, layers = random.randrange(3), rows, []
     for _ in range(random.randint(1, 4)):
         kernel, stride, dilation = random.randint(1, 5), random.choice((1, 1, 2, 3)), random.choice((1, 1, 2))
@@ -47,7 +47,7 @@ def any_chain(random: Random, rows: int) -> tuple[list[ConvGeometry], int]:
 
 
 def reached(geometry: ConvGeometry, axis: int, row: int) -> list[int]:
-    """The rows that one of the result is computed from, and those of padding, by the definition."""
+    """Return the rows that a row of the result is computed from by definition; rows outside the image are padding."""
     first = row * geometry.stride[axis] - geometry.before[axis]
     return [first + tap * geometry.dilation[axis] for tap in range(geometry.kernel[axis])]
 
@@ -100,7 +100,7 @@ def test_rows_that_are_kept_are_those_that_the_tile_before_has_computed(random):
 
 
 def test_rows_of_padding_alone_need_none_of_the_layers_before():
-    """A band at the end of an image, where the last layer's windows reach nothing of it: nor rows that no window reads."""
+    """Tiles at the end of an image whose windows read only padding need no rows of earlier layers, and keep none."""
     extent = 20
     layers = [layer_along(0, extent), layer_along(0, extent), layer_along(0, extent, after=9)]
     run = list(tiles(layers, 0, 1, range(extent + 2, extent + 8), 2))
@@ -113,7 +113,7 @@ def test_rows_of_padding_alone_need_none_of_the_layers_before():
 @share_of_examples(4)
 @given(st.randoms(use_true_random=False))
 def test_what_is_planned_has_all_kinds_of_parts_that_there_are(random):
-    """Of many tiles and bands, few are looked at."""
+    """Planning looks at few of many tiles and bands, and still finds every kind of part."""
     layers, axis = any_chain(random, random.randint(200, 1500))
     extent, step = layers[-1].out_size[axis], random.choice((1, 2, 3, 7))
     bands: Sequence[range] = ranges_of(extent, -(-extent // random.randint(1, 9)))

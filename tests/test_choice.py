@@ -1,7 +1,7 @@
-"""``method="auto"`` held to the times that were measured of every method, and the judge held to made-up ones.
+"""``method="auto"`` is checked against measured times of all methods, and the check itself against made-up times.
 
-Each results file of a GPU in ``tests/benchmarks/results`` is replayed: today's planning for the recorded shapes and
-architecture.  That needs no GPU.
+Each GPU results file in ``tests/benchmarks/results`` is replayed: the current planner plans the recorded shapes for the
+recorded architecture.  This needs no GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDE = Case("wide", 8, (256,), (28, 28), 256, (3, 3), padding=((1, 1), (1, 1)), 
 
 
 def case_from_record(record: Mapping[str, Any], group: str) -> AnyCase:
-    """The case that a results file holds in this group; what an older file has beside today's fields is left out."""
+    """Return the case that a results file records in this group; fields that no longer exist are left out."""
     other = LargeKernelCase if group == "large kernels" else Case
     kind = RecurrentCase if "cell" in record else GradientCase if "of" in record else other
     known = {field.name for field in fields(kind)}
@@ -42,7 +42,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def replayed(record: Mapping[str, Any]) -> list[choice.Choice]:
-    """Today's choices for the recorded cases, planned for the recorded GPU's architecture from shapes alone."""
+    """Return the current choices for the recorded cases, planned from shapes alone for the recorded architecture."""
     arch = nearest_gpu(int(record["environment"]["arch"].removeprefix("sm_"))).arch
     choices = []
     for entry in record["cases"]:
@@ -53,7 +53,7 @@ def replayed(record: Mapping[str, Any]) -> list[choice.Choice]:
 
 
 def chosen_now(case: AnyCase, arch: str) -> str:
-    """The method that planning takes for a case; no array is filled."""
+    """Return the method that planning chooses for a case; no array is filled with data."""
     arrays = case.arrays(lambda dtype, first, elements: np.zeros(elements, dtype_from_name(dtype)))
     function, arguments, keywords = case.call(*arrays)
     with cupyconv.options(allow_tf32=True) if case.tf32 else nullcontext():
@@ -61,7 +61,7 @@ def chosen_now(case: AnyCase, arch: str) -> str:
 
 
 def is_good(choices: list[choice.Choice]) -> bool:
-    """Whether enough of the choices are within reach of the best; of none, nothing can be said."""
+    """Whether enough of the choices are close to the best; False without choices, since nothing is known then."""
     return bool(choices) and len(choice.bad_choices(choices)) <= (1 - choice.SHARE) * len(choices) + 1e-9
 
 
@@ -93,7 +93,7 @@ def test_there_are_measurements_to_hold_the_choice_to():
 
 
 def test_what_planning_takes_today_is_what_is_judged():
-    """The record says otherwise: it is of an older model."""
+    """The current planner's choices are judged, not those in the record, which an older model made."""
     record = made_up(row(MERGE, "gemm", gemm=2.0, direct=1.0), row(WIDE, "direct", gemm=1.0, direct=9.0))
     assert [c.chosen for c in choice.recorded(record)] == ["gemm", "direct"] and not is_good(choice.recorded(record))
     assert [c.chosen for c in replayed(record)] == ["direct", "gemm"]
@@ -126,6 +126,6 @@ def test_a_choice_that_was_not_measured_is_bad():
 
 
 def test_the_replay_needs_no_memory_and_no_gpu():
-    """Arrays of the whole table are asked for, and none is touched; other architectures than the known fall back."""
+    """The replay creates arrays for the whole table but touches none; an unknown architecture uses a known one."""
     rows = [row(case, "direct", direct=1.0, gemm=1.0) for case in tables.gpu_cases()]
     assert len(replayed(made_up(*rows, arch="sm_103"))) == len(rows)

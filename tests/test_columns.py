@@ -17,7 +17,7 @@ DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
 
 @st.composite
 def windows(draw):
-    """Keywords of valid windows over up to three axes."""
+    """Draw a spatial size, a kernel size and the keywords of valid windows over up to three axes."""
     rank = draw(st.integers(1, 3))
     entries = st.lists(st.integers(1, 3), min_size=rank, max_size=rank).map(tuple)
     kernel, stride, dilation = draw(entries), draw(entries), draw(entries)
@@ -77,7 +77,7 @@ def test_col2im(target, geometry, batch, channels, dtype, layout, seed):
 
 @pytest.mark.parametrize("limit", [1, 4000, 5000, 8100, 13_000, 1 << 20])
 def test_sums_beside_an_image_keep_within_the_limit(limit):
-    """But for those of one channel, which there must be; the result is rounded once, however few there are at a time."""
+    """Only the sums of a single channel may exceed the limit; the result is rounded once for any number at a time."""
     columns = np.random.default_rng(1).standard_normal((2, 4 * 9, 30 * 30)).astype(np.float16)
     one = 32 * 32 * 4
     with cupyconv.options(workspace_limit=limit):
@@ -102,7 +102,7 @@ def test_a_plan_of_columns_says_one_thread_however_many_there_are():
 
 @given(geometry=windows(), seed=st.integers(0, 999))
 def test_adjoint(target, geometry, seed):
-    """<im2col(x), c> == <x, col2im(c)>"""
+    """The two functions are adjoint: <im2col(x), c> == <x, col2im(c)>."""
     spatial, kernel, settings = geometry
     rng = np.random.default_rng(seed)
     x = values(rng, (2, 3, *spatial), "float64")
@@ -122,7 +122,7 @@ def test_batch_axis_may_be_missing(target):
 
 @pytest.mark.parametrize("pixels", [64, 65, 1003])
 def test_vectors_and_tails(target, pixels):
-    """Rows whose length is and is not a multiple of a 16-byte vector."""
+    """Rows are correct whether or not their length is a multiple of a 16-byte vector."""
     x = np.arange(2 * 3 * (pixels + 2), dtype=np.float16).reshape(2, 3, -1) % 97
     actual = cupyconv.im2col(target.to_device(x), 3)  # one int for all axes
     assert_exact(target.to_host(actual), reference.im2col(x, (3,)), "float16")

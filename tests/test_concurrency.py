@@ -1,4 +1,4 @@
-"""Many threads, the same bits, nothing left behind."""
+"""Calls from many threads return the same bits, and leave nothing behind in the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREADS = 8
 
 
 def problems(target: Any) -> list[Callable[[], Any]]:
-    """Calls of every kind, with data whose sums depend on the order they are taken in."""
+    """Return calls of every kind, with data whose sums depend on the order of additions."""
     rng = np.random.default_rng(0)
 
     def array(*shape: int, dtype: str = "float32") -> Any:
@@ -43,7 +43,7 @@ def problems(target: Any) -> list[Callable[[], Any]]:
 
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
-    """The functions' results, each called in a thread of its own, all let go together."""
+    """Call each function in its own thread, all at the same time, and return the results."""
     barrier = threading.Barrier(len(functions))
 
     def call(function: Callable[[], Any]) -> Any:
@@ -60,7 +60,7 @@ def bits(target: Any, array: Any) -> bytes:
 
 @pytest.mark.parametrize("number", range(8))
 def test_the_same_bits_every_time(target, number):
-    """On the host device in spite of another order of threads and blocks at every launch."""
+    """Results do not depend on the order of threads and blocks, which the host device changes at every launch."""
     problem = problems(target)[number]
     assert len({bits(target, problem()) for _ in range(4)}) == 1
 
@@ -74,7 +74,7 @@ def test_the_same_bits_from_many_threads(target):
 
 
 def test_the_same_bits_from_blocks_on_threads():
-    """Blocks in any order, from several callers that each use several threads."""
+    """Results do not depend on the order of blocks if several callers use several threads each."""
     x, weight = (np.random.default_rng(0).standard_normal(s) for s in ((8, 8, 48, 48), (8, 8, 3, 3)))
 
     def call() -> np.ndarray:
@@ -89,7 +89,7 @@ def test_the_same_bits_from_blocks_on_threads():
 
 @pytest.mark.parametrize("method, size", [("gemm", 40), ("direct", 40), ("gemm", 24)])
 def test_the_same_gradients_from_blocks_on_threads(method, size):
-    """A weight's: the sums of each caller's threads are its own until they are added, whomever the threads help by then."""
+    """Weight gradients are right if threads help other callers: partial sums stay with one caller until added."""
     images = np.random.default_rng(0).standard_normal((THREADS, 2, 4, 8, size, size))
 
     def call_with(number: int) -> Callable[[], bytes]:
@@ -108,7 +108,7 @@ def test_the_same_gradients_from_blocks_on_threads(method, size):
 
 
 def test_parameters_of_two_calls_of_one_plan_are_apart():
-    """Both may be on their way to the GPU when the other fills in its addresses."""
+    """Two calls of a plan have separate parameters: one may be in flight while the other fills in its addresses."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 64)), np.ones((3, 2)), on="sm_90")
     names = ("xs", "weight", "out")
     packed = PackedParameters(plan.steps[0], {name: i for i, name in enumerate(names)}, lambda params: params)
@@ -136,7 +136,7 @@ def test_settings_of_one_thread_are_not_anothers():
     assert all(at_once([with_limit(limit) for limit in (50_000, 100_000, 200_000, 400_000)]))
 
 
-# --- what stays -----------------------------------------------------------------------------------------------
+# --- state after calls ----------------------------------------------------------------------------------------
 
 
 def test_arrays_are_not_kept_alive(cuda_target):
@@ -167,7 +167,7 @@ def test_nothing_of_the_process_is_changed(target):
 @pytest.mark.parametrize("threads", [None, 2])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_floating_point_warnings_are_silenced(dtype, threads):
-    """Overflow, infinity minus infinity and casts that overflow; also where the caller wants them raised."""
+    """Overflow, infinity minus infinity and overflowing casts do not warn, even if the caller wants errors raised."""
     huge = np.finfo(dtype).max
     x = np.full((4, 2, 64, 64), huge, dtype)
     x[0, 0, :4] = np.inf
@@ -198,7 +198,7 @@ WITHIN = {
 @pytest.mark.parametrize("threads", [1, None])
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_signals_handler_may_call_in_the_midst_of_a_call(name, threads):
-    """It waited for ever for a lock that the interrupted call had, or wrote where that call's columns were."""
+    """A handler's call works; it once waited forever for the interrupted call's lock, or overwrote its columns."""
     compute, generator = WITHIN[name], np.random.default_rng(0)
     x, weight = (generator.integers(-3, 4, shape).astype(np.float32) for shape in ((1, 16, 48, 48), (16, 16, 3, 3)))
     with cupyconv.options(threads=threads):

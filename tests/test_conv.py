@@ -1,4 +1,4 @@
-"""`conv` against the naive reference, over the whole product of its parameters, on every target."""
+"""`conv` against the naive reference, for combinations of all its parameters, on every target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
 
 
 def run(target, case, arrays, method, limit):
-    """The case on a target; None where a named method refuses it for a reason it gives."""
+    """Return the case's result on a target; None if a named method or the workspace limit refuses it with a reason."""
     views = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     with cupyconv.options(workspace_limit=limit):
@@ -55,7 +55,7 @@ def test_random_data(target, case, method, limit):
 
 
 def test_images_of_one_pixel_or_one_channel_are_in_both_orders_and_give_c_order():
-    """Their channels lie side by side in C order too, whatever the strides of axes that have one element."""
+    """Channels of such images are contiguous in C order too, whatever the strides of axes of length 1."""
     features, weight = np.ones((2, 3), np.float32), np.ones((4, 3, 3, 3), np.float32)
     for x in (features.reshape(2, 3, 1, 1), features[:, :, np.newaxis, np.newaxis]):
         assert cupyconv.conv(x, weight, padding=2).flags.c_contiguous
@@ -74,14 +74,14 @@ def test_an_input_without_samples_beside_one_with_them_is_answered_with_the_axes
 
 
 def strided_out(shape, strides):
-    """A result of one sample whose elements lie `strides` floats apart, and the buffer that it lies in."""
+    """Return a result of one sample with strides of `strides` floats, and its buffer."""
     buffer = np.full(4096, np.nan, np.float32)
     return as_strided(buffer, (1, *shape), (0, *(4 * step for step in strides))), buffer
 
 
 @pytest.mark.parametrize("shape, strides", [((2, 3), (3, 2)), ((3, 2), (2, 7))])
 def test_out_may_have_its_rows_between_each_other(shape, strides):
-    """No element is another: what its strides alone do not show, its places do."""
+    """Rows of `out` may be interleaved: addresses show that its elements are distinct, strides alone do not."""
     out, buffer = strided_out(shape, strides)
     x, weight = (
         np.arange(1.0, shape[1] + 1, dtype=np.float32)[None, None],
@@ -104,7 +104,7 @@ def test_out_may_not_have_one_element_in_two_places(shape, strides):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_wider_bias_is_rounded_to_the_results_dtype_first(dtype):
-    """As an argument of that dtype would have been, also where sums are wider."""
+    """The bias is rounded as if it were given in the result's dtype, even if the sums have a wider dtype."""
     rng = np.random.default_rng(1)
     x, weight = (rng.standard_normal(shape).astype(np.float16) for shape in ((2, 4, 20, 20), (6, 4, 3, 3)))
     bias = rng.standard_normal(6).astype(dtype)
@@ -117,7 +117,7 @@ def test_a_wider_bias_is_rounded_to_the_results_dtype_first(dtype):
 @pytest.mark.parametrize("addends", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
 @pytest.mark.parametrize("keeps_sums", [True, False])
 def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dtype, activation, addends, keeps_sums):
-    """Sums that float32 holds and 16 bits do not; whether they are kept, or the result is bounded after its rounding."""
+    """Sums that only float32 represents are rounded once, whether they are stored or the rounded result is clipped."""
     dtype = getattr(ml_dtypes, dtype, dtype)
     rng = np.random.default_rng(0)
 
@@ -153,7 +153,7 @@ def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dty
 def test_products_of_which_one_factor_is_complex(
     cuda_target, monkeypatch, dtypes, groups, channels, kernel, layout, out_layout, cut
 ):
-    """By real ones: of x as pairs of numbers, of the weight as planes of real and imaginary parts; into any result, in chunks."""
+    """Real products are used: x as number pairs, or the weight as real and imaginary planes; any `out`, in chunks."""
     monkeypatch.setattr(gemm, "SMALLEST_CHUNK", 8)
     generator = np.random.default_rng(0)
 

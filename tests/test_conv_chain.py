@@ -50,7 +50,7 @@ from cupyconv.numpy.chain_fused import ChainLoop
 from cupyconv.problem.plan import Address, Kernel, KernelLaunch, Plan, counted
 from cupyconv.problem.problems import NotApplicable
 
-#: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
+#: Largest slope of an activation (hardswish): the factor by which it may enlarge an error of its argument.
 STEEPEST = 1.5
 
 
@@ -59,12 +59,12 @@ STEEPEST = 1.5
 
 @dataclass(frozen=True)
 class ChainCase:
-    """A valid call of `conv_chain`: layers, each a convolution of the result before it."""
+    """A valid call of `conv_chain`: each layer is a convolution of the previous result."""
 
     layers: tuple[ConvCase, ...]
 
     def arrays(self, *, integer: bool) -> list[dict[str, Any]]:
-        """Arrays of every layer; `x` is that of the first, the others' are results."""
+        """Return the arrays of every layer; only the first layer's `x` is used, since the others read results."""
         return [layer.arrays(integer=integer) for layer in self.layers]
 
     def call(self, target: Target, arrays: list[dict[str, Any]]) -> tuple[Any, list[ConvLayer]]:
@@ -75,7 +75,7 @@ class ChainCase:
         return all_views[0]["x"], layers
 
     def expected(self, arrays: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-        """The unfused definition, every intermediate result rounded to its dtype, and the error that is allowed."""
+        """Return the result by the unfused definition, with each layer rounded to its dtype, and the allowed error."""
         x: Any = arrays[0]["x"]
         error: Any = [np.zeros(np.shape(part)) for part in x] if isinstance(x, list) else np.zeros(x.shape)
         for case, plain in zip(self.layers, arrays):
@@ -88,14 +88,14 @@ class ChainCase:
         return y, error
 
     def is_exact(self, arrays: list[dict[str, Any]]) -> bool:
-        """Whether every result is a number of its dtype, and every sum one of the accumulator's."""
+        """Whether every result is exact in its dtype, and every sum in the accumulator."""
         x: Any = arrays[0]["x"]
         for case, plain in zip(self.layers, arrays):
             now = {**plain, "x": x}
             y = reference.conv(**now, **case.parameters)
             x = rounded(y, case.result_dtype)
             digits = {"float64": 2**53, "complex128": 2**53}.get(case.result_dtype.name, 2**24)
-            # leaky_relu leaves quarters, of quarters in the next layer.
+            # leaky_relu makes quarters, and quarters of quarters in the next layer.
             if (widened(x) != y).any() or 64 * np.max(case.magnitude(now), initial=0) > digits:
                 return False
         return True
@@ -105,7 +105,7 @@ class ChainCase:
 def chain_cases(
     draw: st.DrawFn, *, longest: int = 3, activations: tuple[Any, ...] = EXACT_ACTIVATIONS, **kinds: Any
 ) -> ChainCase:
-    """Two layers or more; the first as `conv_cases` has it.  Half of the chains are padded with zeros alone."""
+    """Draw two or more layers, the first one from `conv_cases`.  Half of the chains are padded only with zeros."""
     last = draw(conv_cases(activations=activations, **kinds))
     zeros = draw(st.booleans())
     if zeros or not all(last.out_spatial):
@@ -147,7 +147,7 @@ def chain_cases(
 
 @contextmanager
 def tile_bytes(nbytes: int) -> Iterator[None]:
-    """Tiles of about this size on NumPy, so that small images have several."""
+    """Use tiles of about this size on NumPy, so that small images have several."""
     before, chain_fused.TILE_BYTES = chain_fused.TILE_BYTES, nbytes
     forget_calls()
     try:
@@ -173,7 +173,7 @@ FUSE = st.sampled_from(("auto", True, True, False))
 def outcome(
     target: Target, case: ChainCase, arrays: list[dict[str, Any]], fuse: Any, tile: int, limit: int | None, threads: int
 ) -> Any:
-    """The result, or None where the chain is refused for a reason it gives."""
+    """Return the result, or None if the chain is refused with a reason."""
     with tile_bytes(tile), cupyconv.options(workspace_limit=limit, threads=threads):
         try:
             return run(target, case, arrays, fuse=fuse)
@@ -213,7 +213,7 @@ def test_random_data(target, case, fuse, tile, limit, threads):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_an_intermediate_image_ends_where_it_ends(target, fuse):
-    """It is padded with zeros: not continued, though there is more of x beside it, and not by the first activation of zero."""
+    """An intermediate image is padded with zeros, not with further results of x or with the first epilogue of zero."""
     x = np.ones((1, 1, 6, 6), np.float32)
     ones = np.ones((1, 1, 3, 3), np.float32)
     layers = [{"weight": ones, "bias": np.array([1], np.float32), "padding": 1}, {"weight": ones, "padding": 2}]
@@ -225,7 +225,7 @@ def test_an_intermediate_image_ends_where_it_ends(target, fuse):
 @pytest.mark.parametrize("fuse", ["auto", True, False])
 @pytest.mark.parametrize("tile", [1 << 20, 400])
 def test_every_layer_has_its_own_prologue(target, fuse, tile):
-    """Of merged inputs, and of an image between, whose padding is not transformed."""
+    """Prologues transform merged inputs and intermediate images, but not their padding."""
     rng = np.random.default_rng(3)
 
     def draw(*shape: int) -> np.ndarray:
@@ -343,13 +343,13 @@ def test_no_channels_between(target):
 
 
 def test_numpy_never_has_the_whole_image_between():
-    """32 -> 32 -> 32 channels, 3x3, 768 x 512: at most a quarter of what two calls take beyond the result."""
+    """With 32 -> 32 -> 32 channels, 3x3, 768 x 512, tiles need at most a quarter of the memory of two calls."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 32, 768, 512), np.float32)
     w, v = rng.standard_normal((2, 32, 32, 3, 3), np.float32)
     out, expected = np.empty_like(x), np.empty_like(x)
     layers = [ConvLayer(w, padding=1, activation="relu"), ConvLayer(v, padding=1)]
-    with cupyconv.options(allow_winograd=False):  # its rounding errors depend on how the image is cut
+    with cupyconv.options(allow_winograd=False):  # Winograd's rounding errors depend on how the image is cut
         apart = peak_bytes(
             lambda: cupyconv.conv(cupyconv.conv(x, w, padding=1, activation="relu"), v, padding=1, out=expected)
         )
@@ -362,7 +362,7 @@ def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.ones(shape, dtype)
 
 
-#: Chains of so large images that objects of Python are little beside them.
+#: Chains with images so large that Python objects are small compared with them.
 LARGE: dict[str, tuple[np.ndarray, list[ConvLayer]]] = {
     "plain": (ones(4, 16, 64, 64), [ConvLayer(ones(16, 16, 3, 3), padding=1)] * 4),
     "float16": (ones(4, 16, 64, 64, dtype="float16"), [ConvLayer(ones(16, 16, 3, 3, dtype="float16"), padding=1)] * 3),
@@ -384,7 +384,7 @@ LARGE: dict[str, tuple[np.ndarray, list[ConvLayer]]] = {
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize(("threads", "limit"), [(1, None), (1, 400_000), (2, 400_000)])
 def test_numpy_takes_what_explain_says(of, fuse, threads, limit, small_buffers):
-    """And of one thread, which always has all of it at a time, not far less."""
+    """A chain needs no more memory than `explain` states, and at least half on one thread, which uses all at once."""
     x, layers = LARGE[of]
     with cupyconv.options(threads=threads, workspace_limit=limit), tile_bytes(1 << 18):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse)
@@ -401,7 +401,7 @@ def test_numpy_takes_what_explain_says(of, fuse, threads, limit, small_buffers):
 
 @pytest.mark.parametrize("limit, at_a_time", [(None, [7]), (40_000, [3, 3, 1])])
 def test_samples_that_are_left_over_are_counted_and_computed(limit, at_a_time):
-    """Layer by layer, of images that grow, two of which are in memory at a time."""
+    """Layer by layer, the plan counts the last, smaller group of samples; two of the growing images are in memory."""
     sizes, rng = (3, 4, 6, 8, 12), np.random.default_rng(0)
     weights = [rng.integers(-1, 2, (after, before, 3, 3)).astype(np.float32) for before, after in pairwise(sizes)]
     x = rng.integers(-2, 3, (7, 3, 12, 20)).astype(np.float32)
@@ -425,7 +425,7 @@ def test_samples_that_are_left_over_are_counted_and_computed(limit, at_a_time):
 
 
 def test_fewer_samples_where_the_loops_need_more_than_half():
-    """Two samples' image takes half of the limit, and the loops of two a little more than the other half."""
+    """The image of two samples needs half of the limit, and loops over two need slightly more than the other half."""
     x = np.ones((4, 16, 256, 256), np.float32)
     layer = ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)
     plan = cupyconv.explain(cupyconv.conv_chain, x, [layer, layer], fuse=False)
@@ -433,7 +433,7 @@ def test_fewer_samples_where_the_loops_need_more_than_half():
 
 
 def test_cuda_takes_what_explain_says(cuda_target):
-    """Four layers one by one: two images at a time, and fewer samples at a time where the limit asks for that."""
+    """Four layers one by one keep two images in memory, and process fewer samples at a time under a limit."""
     device = cuda_target.device
     x = device.asarray(np.ones((4, 4, 16, 16), np.float32))
     w = device.asarray(np.ones((4, 4, 1, 1), np.float32))
@@ -486,7 +486,7 @@ def test_explain_says_what_is_fused_on_numpy_and_why_not():
 
 
 def mobile_block(inner: int, outer: int, kernel: int = 3) -> list[ConvLayer]:
-    """1x1, depthwise, 1x1."""
+    """Return the layers of a mobile network's block: 1x1, depthwise, 1x1."""
     return [
         ConvLayer(np.ones((inner, outer, 1, 1), np.float32), np.ones(inner, np.float32), activation="relu"),
         ConvLayer(np.ones((inner, 1, kernel, kernel), np.float32), padding=kernel // 2, groups=inner),
@@ -495,7 +495,7 @@ def mobile_block(inner: int, outer: int, kernel: int = 3) -> list[ConvLayer]:
 
 
 def test_numpy_does_not_fuse_what_calls_of_conv_do_faster_and_plans_these_alike():
-    """A mobile network's block: many small calls of NumPy for a tile, which all of an image is."""
+    """A mobile network's block is not fused: a tile is a whole image, and would need many small calls of NumPy."""
     x, layers = np.ones((1, 24, 14, 14), np.float32), mobile_block(144, 24)
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
@@ -510,8 +510,8 @@ def test_numpy_does_not_fuse_what_calls_of_conv_do_faster_and_plans_these_alike(
             image = cupyconv.conv(image, layer.weight, layer.bias, **named)
 
 
-#: Time of tiles over that of the layers one after the other, two threads, medians of calls in turns: by the names of the
-#: bench's chains; with a limit on workspace apart.
+#: Time of tiles divided by the time of the layers one after the other, by the benchmark's names of chains: medians of
+#: alternating calls on two threads.  `LIMITED` has a chain with a workspace limit.
 FUSED_OVER_LAYERS = {
     "chain 3x3, 3x3, 32 -> 32 -> 32, 512x512": 1.14,
     "chain 3x3 depthwise, 1x1, 64 -> 64 -> 64, 128x128": 1.05,
@@ -548,7 +548,7 @@ LIMITED = {("chain 3x3, 3x3, 64 -> 64 -> 64, 56x56, N 4", 1 << 18): 1.66}
 
 
 def test_the_choice_is_within_a_tenth_of_the_faster_for_nine_tenths_of_the_chains():
-    """Prices alone are compared here; what they are held to was measured."""
+    """Estimated times make the choice, and measured ratios judge it."""
     cases = {case.name: case for case in tables.numpy_cases() if case.group == "chains"}
     assert set(cases) == set(FUSED_OVER_LAYERS)
     losses = {}
@@ -557,7 +557,7 @@ def test_the_choice_is_within_a_tenth_of_the_faster_for_nine_tenths_of_the_chain
         *LIMITED.items(),
     ]:
         function, arguments, _ = cases[name].call(*cases[name].arrays(lambda dtype, _, count: np.zeros(count, dtype)))
-        with threadpool_limits(2, "blas"), cupyconv.options(workspace_limit=limit):  # as they were measured
+        with threadpool_limits(2, "blas"), cupyconv.options(workspace_limit=limit):  # as in the measurement
             chosen = cupyconv.explain(function, *arguments).method
         losses[name, limit] = (ratio if chosen == "fused" else 1.0) / min(1.0, ratio)
     bad = {name: loss for name, loss in losses.items() if loss > 1.1}
@@ -573,7 +573,7 @@ def test_numpy_fuses_where_one_image_between_takes_the_limit():
 
 
 def test_a_tile_leaves_the_loops_more_than_blocks_of_a_few_pixels():
-    """Of 256 KiB a tile of 14 rows takes 224, which would leave blocks of 2 pixels: 30 times slower than 7 rows."""
+    """A tile of 14 rows needs 224 of 256 KiB, which would leave blocks of 2 pixels: 30 times slower than 7 rows."""
     x = np.ones((4, 64, 56, 56), np.float32)
     layers = [ConvLayer(np.ones((64, 64, 3, 3), np.float32), padding=1)] * 2
     with cupyconv.options(workspace_limit=1 << 18, threads=2):
@@ -586,7 +586,7 @@ def test_a_tile_leaves_the_loops_more_than_blocks_of_a_few_pixels():
 @pytest.mark.parametrize("fuse", ["auto", True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_no_limit_refuses_what_a_smaller_one_allows(fuse, dtype):
-    """Weights that must be copied count too: float16, computed in float32."""
+    """A larger limit allows what a smaller one allows, also with float16 weights, which are copied to float32."""
     x, w = np.ones((1, 64, 32, 32), dtype), np.ones((64, 64, 3, 3), dtype)
     allowed = False
     for limit in sorted({int(4000 * 1.2**i) for i in range(40)} | {1 << i for i in range(14, 22)}):
@@ -612,7 +612,7 @@ def test_explain_compares_every_pair_on_cuda():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
-    """Of six layers, with made-up costs of pairs, some of which have no kernel: against all pairings."""
+    """For six layers with made-up costs of pairs, some without a kernel, the best of all pairings is chosen."""
     rng = np.random.default_rng(seed)
     x = np.ones((1, 8, 64, 64), np.float32)
     layers = [ConvLayer(np.ones((8, 8, 3, 3), np.float32), padding=1)] * 6
@@ -658,7 +658,7 @@ def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
 
 @pytest.mark.parametrize("fuse", ["auto", True, False])
 def test_a_long_loop_is_said(fuse):
-    """Of a limit that leaves blocks of a few pixels."""
+    """A plan notes a long loop in Python if the limit leaves blocks of a few pixels."""
     x = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (8, 4, 2000, 2000), (0, 0, 0, 0))
     layers = [ConvLayer(np.ones((4, 4, 3, 3), np.float32), padding=1)] * 2
     with cupyconv.options(workspace_limit=201_000 if fuse is True else 1000, threads=2):
@@ -676,7 +676,7 @@ def test_an_image_beyond_the_limit_is_said():
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_images_beyond_the_limit_are_said_and_tiles_keep_within_it(fuse):
-    """As the page about memory says: of the images of one sample alone, which tiles need not."""
+    """Only images of one sample may exceed the limit, as the page about memory says; tiles do not need them."""
     x, limit = np.ones((2, 16, 64, 64), np.float32), 1 << 18
     layers, out = [ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)] * 3, np.empty_like(x)
     with cupyconv.options(workspace_limit=limit, threads=2):
@@ -685,7 +685,7 @@ def test_images_beyond_the_limit_are_said_and_tiles_keep_within_it(fuse):
         peak = peak_bytes(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
     assert any("beyond the workspace limit" in note for note in plan.notes) == (fuse is False)
     assert (plan.workspace_bytes <= limit) == fuse
-    assert peak <= plan.workspace_bytes + 100_000  # objects of Python
+    assert peak <= plan.workspace_bytes + 100_000  # Python objects
 
 
 # --- bad input ------------------------------------------------------------------------------------------------
@@ -800,7 +800,7 @@ def test_out_may_not_overlap_x_nor_an_earlier_residual(target):
 
 
 def test_a_repeated_chain_does_what_the_first_did(target):
-    """A layer that differs in anything is another call; one that differs in values alone is the same."""
+    """A layer with any other setting makes another call; a layer with other values makes the same call."""
     rng = np.random.default_rng(4)
 
     def draw(*shape: int) -> np.ndarray:
@@ -842,7 +842,7 @@ def device_layers(target: Target, layers: list[dict[str, Any]]) -> list[ConvLaye
 
 
 def chain(target: Target, x: Any, layers: list[dict[str, Any]], *, fuse: Any = "auto") -> np.ndarray:
-    """The chain's result for NumPy arrays; on CUDA, where no kernel fuses these layers, that of one by one."""
+    """Return the chain's result for NumPy arrays; on CUDA, if no kernel fuses these layers, computed one by one."""
     put = [target.to_device(part) for part in x] if isinstance(x, list) else target.to_device(x)
     try:
         return target.to_host(cupyconv.conv_chain(put, device_layers(target, layers), fuse=fuse))

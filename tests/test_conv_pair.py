@@ -1,6 +1,6 @@
-"""Two convolutions in one kernel (kernels/conv_pair.cu): right numbers for every shape of tile, and what the plan says.
+"""Two convolutions in one kernel (kernels/conv_pair.cu): the results of every tile shape, and what the plan states.
 
-The oracle is the reference applied twice.  Which tile runs is the cost model's choice; here every choice is forced.
+The oracle is the reference applied twice.  The cost model normally chooses the tile; these tests force each choice.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from cupyconv.problem.plan import Kernel, KernelLaunch
 
 DENSE, DEPTHWISE = "DENSE", "DEPTHWISE"
 
-#: The largest slope of an activation used here, that of silu: how much of an error in its argument passes it.
+#: Largest slope of an activation used here (silu): the factor by which it may enlarge an error of its argument.
 STEEPEST = 1.1
 
-#: What is compiled for the host here: all kinds of pairs once, both arithmetics, every accumulator.
+#: Variants that are compiled for the host here: all kinds of pairs once, both arithmetics, every accumulator.
 VARIANTS = [
     *(("float32", "FMA", first, second) for first in (DENSE, DEPTHWISE) for second in (DENSE, DEPTHWISE)),
     *(("float32", "TF32X3", *kinds) for kinds in ((DENSE, DENSE), (DENSE, DEPTHWISE), (DEPTHWISE, DENSE))),
@@ -55,7 +55,7 @@ def as_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's settings; `outputs` counts where it is dense."""
+    """A layer's settings; `outputs` applies only if the layer is dense."""
 
     outputs: int = 3
     kernel: tuple[int, ...] = (3, 3)
@@ -77,12 +77,12 @@ class Pair:
 
 
 def made(pair: Pair, variant: tuple[str, str, str, str], seed: int = 0, *, integer: bool = True):
-    """Arrays of a pair: a list of inputs, and the keywords of the reference for both layers."""
+    """Return the arrays of a pair: a list of inputs, and the keywords of the reference for both layers."""
     dtype, _, *kinds = variant
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int, share: float = 1.0) -> np.ndarray:
-        if integer:  # small and few, so that float16 holds every sum
+        if integer:  # small and sparse, so that float16 represents every sum
             return (rng.integers(-1, 2, shape) * (rng.random(shape) < share)).astype(as_dtype(dtype))
         return rng.standard_normal(shape).astype(as_dtype(dtype))
 
@@ -105,13 +105,13 @@ def made(pair: Pair, variant: tuple[str, str, str, str], seed: int = 0, *, integ
 
 
 def expected(xs, layers) -> np.ndarray:
-    """The definition: the image between is rounded to its dtype."""
+    """Return the result by definition, with the intermediate image rounded to its dtype."""
     between = rounded(reference.conv(xs, **layers[0]), xs[0].dtype)
     return reference.conv(between, **layers[1])
 
 
 def fused(target, variant, xs, layers, *, choose=None, channels_last=False):
-    """The result of the pair in one kernel, and its launch; `choose` picks among the variant's tiles that fit."""
+    """Return the pair's result from one kernel, and its launch; `choose` selects among the variant's tiles that fit."""
 
     def put(array: Any) -> Any:
         if not isinstance(array, np.ndarray):
@@ -144,7 +144,7 @@ def variant_of(launch: KernelLaunch) -> tuple[str, ...]:
 
 
 def check(target, pair: Pair, variant, *, choose=None, seed: int = 0) -> KernelLaunch:
-    """Integers exactly; the launch."""
+    """Check that integer results are exact, and return the launch."""
     xs, layers = made(pair, variant, seed)
     actual, launch = fused(target, variant, xs, layers, choose=choose, channels_last=pair.channels_last)
     assert variant_of(launch) == variant
@@ -173,7 +173,7 @@ PAIRS = {
 }  # fmt: skip
 
 
-#: What differs between dtypes: how many channels a chunk and a vector have, and how products are taken.
+#: Pairs for all dtypes, which differ in channels per chunk and per vector, and in how products are computed.
 OF_EVERY_DTYPE = ("one pixel", "chunks that end early", "stride 2 twice", "merged inputs", "channels-last")
 
 
@@ -193,7 +193,7 @@ def test_integers_are_exact(cuda, variant, pair):
 @share_of_examples(0.15)
 @given(data=st.data())
 def test_any_pair_in_any_tile(cuda, data):
-    """Random geometry; of the tiles that fit any may be taken, not only the cheapest."""
+    """Random geometry runs with any of the tiles that fit, not only with the cheapest."""
     ints = st.integers
     variant = data.draw(st.sampled_from([variant for variant in VARIANTS if variant[0] == "float32"]))
     rank = data.draw(ints(1, 3))
@@ -217,9 +217,9 @@ def test_any_pair_in_any_tile(cuda, data):
 
 @every_variant
 def test_random_data(cuda, variant):
-    """Within the tolerance of both layers, that of the first passed on through the second.
+    """Errors are within the tolerance of both layers; the first layer's error passes through the second.
 
-    In TF32 the operands have 11 significant bits, but what lies between them has not.
+    For TF32 the operands are given with 11 significant bits, but the intermediate image has more.
     """
     pair = Pair(2, (12,), (9, 11), Layer(24, activation="silu"), Layer(9, activation="tanh", residual=True))
     xs, (first, second) = made(pair, variant, integer=False)
@@ -245,7 +245,7 @@ def test_random_data(cuda, variant):
 
 @every_variant
 def test_the_image_between_ends_where_it_ends(cuda, variant):
-    """Beyond its edge it is zero, and not what the first layer would be there: its bias, or x beyond its padding."""
+    """Beyond its edge the intermediate image is zero, not the first layer's value there from its bias or from x."""
     pair = Pair(1, (4,), (6, 7), Layer(4, padding=0), Layer(4, padding=2))
     xs, layers = made(pair, variant)
     layers[0]["bias"] = np.full_like(layers[0]["bias"], 3)
@@ -255,9 +255,9 @@ def test_the_image_between_ends_where_it_ends(cuda, variant):
 
 @every_variant
 def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
-    pair = Pair(2, (6,), (12, 13), Layer(6, activation="relu6"), Layer(4))  # bfloat16 holds sums to 256
+    pair = Pair(2, (6,), (12, 13), Layer(6, activation="relu6"), Layer(4))  # bfloat16 represents sums up to 256
     xs, layers = made(pair, variant)
-    for layer in layers:  # a zero times infinity is NaN in every method; elsewhere nothing may be
+    for layer in layers:  # zero times infinity is NaN in every method; no NaN may appear elsewhere
         layer["weight"][layer["weight"] == 0] = 1
     xs[0][0, 2, 3, 4], xs[0][1, 5, 0, 12], xs[0][1, 0, 11, 0] = np.nan, np.inf, -np.inf
     actual, _ = fused(cuda, variant, xs, layers, choose=lambda drafts: drafts[len(drafts) // 2])
@@ -267,7 +267,7 @@ def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
 
 
 def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
-    """More tiles than blocks: what stays in shared memory serves again, what does not is not mistaken for it."""
+    """With more tiles than blocks, data that stays in shared memory is reused, and other data is loaded again."""
     monkeypatch.setattr(conv_pair, "resident_blocks", lambda *_: 1)
     for kinds in ((DENSE, DENSE), (DEPTHWISE, DENSE), (DENSE, DEPTHWISE)):
         variant = ("float32", "FMA", *kinds)
@@ -276,7 +276,7 @@ def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
 
 
 def smallest(drafts: list[Draft]) -> Draft:
-    """Of the drafts the one of the smallest tiles."""
+    """Return the draft with the smallest tiles."""
     return max(drafts, key=lambda draft: dict(draft.steps[0].params)["tile_count"])
 
 
@@ -284,7 +284,7 @@ def smallest(drafts: list[Draft]) -> Draft:
     "variant", [("float32", "TF32X3", DENSE, DENSE), ("float16", "MMA", DEPTHWISE, DENSE)], ids="-".join
 )
 def test_blocks_may_share_the_outputs(cuda, variant):
-    """All outputs in one block, a part of them at a time; or blocks with a part each, the last one smaller."""
+    """One block computes all outputs, part by part, or each block computes one part, of which the last is smaller."""
     pair = Pair(1, (6,), (7, 8), Layer(6, activation="relu"), Layer(70, **POINTWISE, residual=True))
     for columns in (1, 2, 3):
         launch = check(cuda, pair, variant, choose=lambda drafts: by_columns(drafts)[columns])  # noqa: B023
@@ -292,7 +292,7 @@ def test_blocks_may_share_the_outputs(cuda, variant):
 
 
 def by_columns(drafts: list[Draft]) -> dict[int, Draft]:
-    """For each number of blocks that share outputs one draft."""
+    """Return one draft for each number of blocks that share the outputs."""
     return {draft.steps[0].grid[1]: draft for draft in drafts}
 
 
@@ -303,11 +303,11 @@ def test_channels_last_is_loaded_in_vectors(cuda):
         assert dict(launch.params)["x_vectorized"] == vectorized
 
 
-# ---- what is planned ---------------------------------------------------------------------------------------------
+# ---- plans -------------------------------------------------------------------------------------------------------
 
 
 def image(*shape: int, dtype: Any = "float32") -> np.ndarray:
-    """An array to plan with, never to read."""
+    """Return an array for planning only; its elements are never read."""
     strides = [prod(shape[axis + 1 :]) * np.dtype(dtype).itemsize for axis in range(len(shape))]
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
 
@@ -325,7 +325,7 @@ def explained(x, layers, on: str = "sm_90", **settings: Any) -> cupyconv.Plan:
 
 @pytest.mark.parametrize("on", ["sm_80", "sm_90"])
 def test_few_channels_are_fused_and_many_are_not(on):
-    """Where the image between costs more to move than its rim to compute again."""
+    """Layers are fused if moving the intermediate image costs more than computing its halo again."""
     threes = ((3, 3), (3, 3))
     for dtype in ("float16", "float32"):
         small = explained(image(4, 16, 128, 128, dtype=dtype), layers_of(*threes, channels=16, dtype=dtype), on)
@@ -346,7 +346,7 @@ def test_auto_is_never_slower_by_the_model(channels):
 
 
 def test_explain_states_what_the_decision_rests_on():
-    """Recomputation, bytes saved, shared memory, registers, occupancy; and both ways' times."""
+    """A plan states recomputation, saved bytes, shared memory, registers and occupancy, and both estimated times."""
     channels = 16
     x, layers = image(4, channels, 128, 128), layers_of((3, 3), (3, 3), channels=channels)
     plan = explained(x, layers)
@@ -374,8 +374,8 @@ def drafts_of(kernels: Any, channels: int, groups: tuple[int, int], dtype: str, 
 @pytest.mark.parametrize("kernels", [((1, 1), (3, 3)), ((3, 3), (1, 1))], ids=["1x1 first", "1x1 second"])
 @pytest.mark.parametrize("on", KNOWN_GPUS)
 def test_every_draft_fits_its_gpu(on, kernels):
-    """And its blocks have all pixels of all samples, and all outputs, once; there are no more blocks than work."""
-    gpu, is_small = known_gpu(on), kernels[0] == (1, 1)  # the weight of a dense first layer
+    """Every draft fits its GPU, and its blocks cover all pixels, samples and outputs once, with no idle block."""
+    gpu, is_small = known_gpu(on), kernels[0] == (1, 1)  # whether a dense first layer has a small weight
     cases = [(3, (1, 1)), (16, (16, 1)), (48 if is_small else 12, (1, 48 if is_small else 12))]
     for dtype in ("float16", "float32", "float64"):
         has_room = is_small and dtype == "float16" and gpu.shared_bytes > 200 << 10
@@ -403,8 +403,9 @@ def test_every_draft_fits_its_gpu(on, kernels):
 @pytest.mark.parametrize("groups", [(1, 1), (16, 1), (1, 16), (16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_tile_that_is_done_by_many_rounds_of_blocks_takes_as_long_each(dtype, groups):
-    """Of every tile: no less than its products at the rate of their arithmetic; samples beyond a round of all blocks take as
-    long as each other, and a block's weights are loaded once.
+    """Further rounds of all blocks take equally long, and no longer than the first, which also loads the weights.
+
+    No tile takes less time than its products at the rate of their arithmetic.
     """
     gpu = known_gpu("sm_90")
     once, twice, thrice = (
@@ -458,7 +459,7 @@ def test_too_many_inputs_are_refused():
 
 
 def test_occupancy_counts_what_is_scarce():
-    """Registers, shared memory or threads, whichever is used up first."""
+    """Registers, shared memory or threads limit the occupancy, whichever is used up first."""
     kernel = Kernel("conv_pair", (("DTYPE", "float32"), ("ARITHMETIC", "FMA"), ("FIRST", DENSE), ("SECOND", DENSE)))
     h200, t4 = known_gpu("sm_90"), known_gpu("sm_75")
     assert resident_blocks(kernel, 256, 1 << 10, h200) == 2  # 120 registers
@@ -470,11 +471,11 @@ def test_occupancy_counts_what_is_scarce():
         "conv_pair", (("DTYPE", "float32"), ("ARITHMETIC", "FMA"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE))
     )
     assert resident_blocks(light, 512, 1 << 10, t4) == 2  # 1,024 threads
-    # All shared memory is for one block; from sm_80 on each takes 1 KiB more than it asks for.
+    # One block may use all shared memory.  From sm_80 on, each block uses 1 KiB more than it requests.
     assert blocks_that_fit(8, 128, h200.shared_bytes, h200) == blocks_that_fit(8, 128, t4.shared_bytes, t4) == 1
     quarters = [blocks_that_fit(8, 128, gpu.shared_bytes // 4, gpu) for gpu in (t4, known_gpu("sm_80"), h200)]
     assert quarters == [4, 3, 3]
-    # What the assembler of newer ones takes.
+    # For newer GPUs the assembler uses more registers.
     macros = (("DTYPE", "float32"), ("ARITHMETIC", "TF32X3"), ("FIRST", DEPTHWISE), ("SECOND", DENSE))
     before, after = (registers(Kernel("conv_pair", macros), known_gpu(on)) for on in ("sm_90", "sm_100"))
     assert before < after == registers(Kernel("conv_pair", macros), known_gpu("sm_120"))
@@ -493,5 +494,5 @@ def test_occupancy_counts_what_is_scarce():
     ],
 )
 def test_threads_that_a_multiprocessor_holds(architecture, threads):
-    """Those of the CUDA programming guide's table."""
+    """Threads per multiprocessor are those of the table in the CUDA programming guide."""
     assert blocks_that_fit(8, 128, 1, known_gpu(architecture)) * 128 == threads

@@ -1,4 +1,4 @@
-"""`conv_transpose` and its gradients against the naive oracle; where it begins and ends; what it refuses."""
+"""`conv_transpose` and its gradients against the naive oracle; the extent of its result; refused arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def row(*values):
 
 
 def run(target, case, arrays, method, limit):
-    """The case on a target; None where a named method refuses it for a reason it gives."""
+    """Return the case's result on a target; None if a named method or the workspace limit refuses it with a reason."""
     views = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     settings = {**case.parameters, "method": method, "out": out}
@@ -79,7 +79,7 @@ def test_random_data(target, case, method, limit):
 
 @given(case=transposed_cases(dtypes=("float64",), activations=(None,)))
 def test_it_is_the_input_gradient_of_a_convolution(target, case):
-    """Of the package's own, wherever a convolution with that padding has as many outputs."""
+    """The result equals that of `conv_grad_input` if a convolution with that padding has as many outputs."""
     arrays = case.arrays(integer=False) | {"bias": None}
     strides, dilations = (reference.per_axis(value, case.rank) for value in (case.stride, case.dilation))
     begins, sizes = case.window
@@ -114,7 +114,7 @@ GATHERED = {
 )
 @pytest.mark.parametrize("x_shape, weight_shape, settings", GATHERED.values(), ids=GATHERED.keys())
 def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, weight_dtype, gathered):
-    """As convolutions with the taps reversed; the same numbers at every limit that a block fits."""
+    """Convolutions with reversed taps gather grouped results: the same numbers at every limit that fits a block."""
     rng = np.random.default_rng(0)
 
     def integers(shape, dtype):
@@ -135,7 +135,7 @@ def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, 
             y = cupyconv.conv_transpose(x, weight, bias, **settings)
         assert_exact(y, expected, x_dtype)
     assert None in limits
-    # It is the gradient of a convolution, which takes the weight conjugated and may leave the last elements out.
+    # It is the gradient of a convolution, which conjugates the weight and may leave out the last elements.
     window = {name: value for name, value in settings.items() if name != "output_padding"}
     again = cupyconv.conv_grad_input(x, weight.conj(), expected.shape, **window)
     assert_exact(again, expected - bias.reshape(-1, *(1,) * (x.ndim - 2)), x_dtype)
@@ -145,9 +145,9 @@ def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, 
 @pytest.mark.parametrize("taps", [(1, 1), (2, 2), (3, 2), (4, 5)])
 @pytest.mark.parametrize("channels, outputs, groups", [(1, 1, 1), (3, 5, 1), (4, 6, 2)])
 def test_what_is_gathered_is_planned_for_the_weight_it_gets(channels, outputs, groups, taps, dtype):
-    """A part's weight is what its memory is counted by: its size, and that it lies in C order; and what its run is given."""
+    """A part runs with the weight that its memory was planned for: of the planned size, and in C order."""
     x, weight = np.ones((2, channels, 4, 5), dtype), np.ones((channels, outputs // groups, *taps), dtype)
-    bias = np.ones(outputs, dtype)  # which elements that no tap reaches have too
+    bias = np.ones(outputs, dtype)  # elements that no tap reaches have it too
     call = checked_call(cupyconv.conv_transpose, x, weight, bias, stride=2, groups=groups)
     plan = plan_gathered(replace(call.problem, machine=HostModel(1)))
     assert sum(step.convolution.flops for step in plan.steps) == sum(step.flops for step in plan.steps)
@@ -178,7 +178,7 @@ def test_how_a_result_is_gathered_is_said():
 
 
 def test_what_forbids_transforms_is_not_said_to_be_an_option_that_nobody_set():
-    """Where phases are outputs of one convolution, that is computed without transforms."""
+    """Phases that are outputs of one convolution are computed without transforms, and the plan gives this reason."""
     x, weight = np.ones((8, 64, 28, 28), np.float32), np.ones((64, 32, 4, 4), np.float32)
     explain = partial(cupyconv.explain, cupyconv.conv_transpose, x, weight, stride=2, padding=1)
     plan = explain()
@@ -189,7 +189,7 @@ def test_what_forbids_transforms_is_not_said_to_be_an_option_that_nobody_set():
 
 
 def test_what_is_not_gathered():
-    """Results that convolutions of x are not, or that there are none of."""
+    """Results that are not convolutions of x, and empty results, are not gathered."""
     x, weight = np.ones((1, 4, 6, 6), np.float32), np.ones((4, 2, 3, 3), np.float32)
     problem = replace(checked_call(cupyconv.conv_transpose, x, weight, groups=2).problem, machine=HostModel(1))
     plan_gathered(problem)
@@ -222,7 +222,7 @@ def test_what_is_gathered_keeps_no_more_from_call_to_call_than_it_says(size, lim
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
 @pytest.mark.parametrize("channels", [[32], [16, 24]])
 def test_what_no_tap_reaches_is_filled_at_once(kernel, stride, parts, dtype, channels, monkeypatch):
-    """Zeros all over the results, then the parts that taps reach; into any memory."""
+    """Results in any layout are filled with zeros first, then the parts that taps reach are computed."""
     monkeypatch.setattr(cost, "least_scattered", lambda problem: np.inf)
     rng = np.random.default_rng(3)
     grad, weight = (
@@ -243,7 +243,7 @@ def test_what_no_tap_reaches_is_filled_at_once(kernel, stride, parts, dtype, cha
 
 @pytest.mark.parametrize("given", [{"activation": "relu"}, {"bias": np.ones(1)}], ids=lambda given: next(iter(given)))
 def test_what_no_tap_reaches_has_the_epilogue_too(given):
-    """One element of x beside one tap, where the phase between them reads nothing at all."""
+    """Elements that no tap reaches get bias and activation; here the only element is between two that taps reach."""
     settings = dict(stride=2, dilation=2, padding=((1, 3),))
     with cupyconv.options(threads=1):
         y = cupyconv.conv_transpose(np.ones((1, 1, 2)), np.ones((1, 1, 2)), **given, **settings)
@@ -252,7 +252,7 @@ def test_what_no_tap_reaches_has_the_epilogue_too(given):
 
 # --- where the result begins and ends --------------------------------------------------------------------------------
 
-#: Of the canvas [1, 10, 102, 20, 200], from x = [1, 2] and weight [1, 10, 100] at stride 2.
+#: Windows of the canvas [1, 10, 102, 20, 200], which is the result of x = [1, 2] and weight [1, 10, 100] at stride 2.
 WINDOWS = {
     "all": ({}, [1, 10, 102, 20, 200]),
     "valid": (dict(padding="valid"), [1, 10, 102, 20, 200]),
@@ -302,7 +302,7 @@ def test_onnxs_own_example_of_a_given_output_shape(target):
 @pytest.mark.parametrize("name", ["same", "same_lower"])
 @pytest.mark.parametrize("kernel, stride, dilation", [(3, 2, 1), (4, 2, 1), (4, 3, 2), (1, 3, 1), (5, 1, 2), (2, 1, 1)])
 def test_same_is_the_adjoint_of_the_convolutions_same(target, name, kernel, stride, dilation):
-    """Over size * stride elements, where the convolution with that padding has `size` outputs."""
+    """The result has size * stride elements, from which the convolution with that padding computes `size` outputs."""
     generator = np.random.default_rng(kernel)
     x, weight = drawn(generator, (2, 3, 4), np.dtype("f8"), 3), drawn(generator, (3, 2, kernel), np.dtype("f8"), 3)
     settings = dict(stride=stride, padding=name, dilation=dilation)
@@ -365,7 +365,7 @@ def test_pullback_of_random_data(target, case):
 
 @given(case=transposed_cases(dtypes=("float64", "complex128"), activations=(None,), mixed_dtypes=False))
 def test_adjoint_identities(target, case):
-    """<conv_transpose(x, w), g> = <x, x's gradient> = <w, w's gradient>: the package against itself."""
+    """<conv_transpose(x, w), g> = <x, gradient of x> = <w, gradient of w>, all computed by this package."""
     arrays, grad = case.arrays(integer=False) | {"bias": None}, case.gradient(integer=False)
     y, pullback = cupyconv.vjp(
         cupyconv.conv_transpose, **case.views(arrays, target.to_device, target.xp), **case.parameters
@@ -386,7 +386,7 @@ def test_the_same_bits_every_time(target, dtype):
     settings = dict(stride=2, groups=2, activation="gelu")
     y, pullback = cupyconv.vjp(cupyconv.conv_transpose, x, weight, bias, **settings)
     first = pullback(y)
-    if dtype != "float16" or target.name == "numpy":  # on CUDA a 16-bit pre-activation that is kept is rounded first
+    if dtype != "float16" or target.name == "numpy":  # on CUDA a stored 16-bit pre-activation is rounded first
         assert bytes_of(target, cupyconv.conv_transpose(x, weight, bias, **settings)) == bytes_of(target, y)
     assert bytes_of(target, pullback(y)) == bytes_of(target, first), "callable again"
     assert bytes_of(target, cupyconv.vjp(cupyconv.conv_transpose, x, weight, bias, **settings)[1](y)) == bytes_of(
@@ -491,7 +491,7 @@ def test_a_pullback_names_both_shapes(target):
 
 
 def test_out_is_written_completely_and_nothing_beside_it(target):
-    """Where the kernel's stamps leave gaps, and where nothing reaches; around the result there is a border of NaN."""
+    """`out` is written in gaps between stamps and beyond them too, and the border of NaN around it is unchanged."""
     x, weight = np.ones((2, 3, 2), np.float32), np.ones((3, 4, 2), np.float32)
     base = target.to_device(nan_filled((4, 6, 9), np.dtype("f4")))
     moved = target.to_device(x), target.to_device(weight)
@@ -535,7 +535,7 @@ def test_the_phases_of_an_axis_read_what_the_definition_says(size, kernel, strid
             places = ((tap, k + j * phase.dilation - phase.before) for j, tap in enumerate(phase.taps))
             assert phase.first + k * stride not in found
             found[phase.first + k * stride] = {(tap, pixel) for tap, pixel in places if 0 <= pixel < pixels}
-        if phase.taps:  # as many elements as a convolution has, and not all of them are zeros
+        if phase.taps:  # its convolution has as many elements, and reads at least one pixel
             reach = (len(phase.taps) - 1) * phase.dilation
             assert pixels + phase.before + phase.after - reach == phase.count
             assert pixels + min(phase.before, 0) + min(phase.after, 0) > 0
@@ -552,7 +552,7 @@ def test_the_phases_of_an_axis_read_what_the_definition_says(size, kernel, strid
     cut=["whole", "half", "least"],
 )  # fmt: skip
 def test_products_in_chunks(cuda_target, dtypes, groups, channels, layout, cut):
-    """Of some samples, of some groups of one, and of some channels of a group: several inputs, and several results."""
+    """Chunks have some samples, some groups of a sample, or some channels of a group; inputs or results are several."""
     generator = np.random.default_rng(0)
 
     def integers(shape, dtype):
@@ -589,7 +589,7 @@ def test_products_in_chunks(cuda_target, dtypes, groups, channels, layout, cut):
 
 
 def test_samples_of_one_channel_are_columns_of_one_product():
-    """Pixels of one sample follow those of another: one long product is faster than a batch of short ones."""
+    """Pixels of all samples are contiguous then: one long product is faster than a batch of short ones."""
     for channels, (n, batch) in {1: (4 * 30, 1), 2: (30, 4)}.items():
         x, weight = np.ones((4, channels, 5, 6), np.float32), np.ones((channels, 8, 3, 3), np.float32)
         gemm, _ = cupyconv.explain(cupyconv.conv_transpose, x, weight, method="gemm", on="sm_90").steps

@@ -1,6 +1,6 @@
-"""The cost model of the NumPy backend: calls whose best method was measured to be best by a factor, and what is made of prices.
+"""The cost model of the NumPy backend: calls whose best method is known from measurements, and properties of estimates.
 
-Nothing is timed here.  The factors are of a processor with two cores, AVX-512 and OpenBLAS.
+Nothing is timed here.  The factors were measured on a processor with two cores, AVX-512 and OpenBLAS.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gradient(of, x, weight, **window):
     return call
 
 
-#: The best method, by how much the next one takes longer, and the call.
+#: The best method, the factor by which the next one takes longer, and the call.
 CLEAR = [
     ("winograd", 1.5, convolution((8, 64, 56, 56), (64, 64, 3, 3), padding=1)),
     ("winograd", 1.8, convolution((8, 128, 28, 28), (128, 128, 3, 3), padding=1)),
@@ -58,9 +58,9 @@ CLEAR = [
     ("gemm", 3.8, convolution((1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
     ("winograd", 1.4, convolution((2, 32, 8, 28, 28), (32, 32, 1, 3, 3), padding=(0, 1, 1))),
     ("gemm", 1.8, convolution((2, 128, 28, 28), (128, 8, 3, 3), padding=1, groups=16)),
-    # Few outputs, with as many transforms of inputs as where there are more: they fill no vector.
+    # Few outputs: they fill no vector, and need as many transforms of inputs as more outputs would.
     ("gemm", 1.2, convolution((64, 32, 17, 17), (1, 32, 4, 4), padding=1)),
-    # Few channels: the last transform of the outputs brings them in front of the pixels, and is counted once.
+    # Few channels: the last transform of the outputs also moves channels first, and is counted once.
     ("winograd", 1.2, convolution((4, 24, 71, 71), (16, 24, 3, 5), padding=(1, 2))),
     ("winograd", 1.2, convolution((2, 96, 56, 56), (32, 96, 2, 2))),
     # Groups of few channels: Winograd's products fill no vector.
@@ -83,7 +83,7 @@ CLEAR = [
     ("winograd", 1.5, gradient("input", (4, 128, 28, 28), (128, 128, 3, 3), padding=1)),
     ("gemm", 1.7, gradient("input", (4, 64, 57, 57), (96, 64, 3, 3), stride=2, padding=1)),
     ("gemm", 2.1, gradient("input", (1, 16, 64, 64), (16, 16, 3, 3), padding=1, padding_mode="reflect")),
-    # Little memory: products of Toeplitz matrices are as quick, and those of columns short.
+    # Little memory: products of Toeplitz matrices are as fast as with more, and products of columns are short.
     ("gemm", 2.0, convolution((1, 1, 1024, 1024), (1, 1, 9, 9), limit=1 << 20, padding=4)),
     ("gemm", 10.0, convolution((1, 3, 224, 224), (64, 3, 7, 7), limit=1 << 20, stride=2, padding=3)),
 ]
@@ -138,7 +138,7 @@ def steps_of(method, *arrays, **settings):
 
 @pytest.mark.parametrize("method", ["winograd", "fft", "gemm", "direct"])
 def test_more_work_costs_more(method):
-    """Of samples, of channels, of outputs; and in a wider dtype."""
+    """More samples, channels or outputs, or a wider dtype, take a longer estimated time."""
     x, weight = zeros(2, 16, 40, 40), zeros(16, 16, 3, 3)
 
     def seconds(x, weight):
@@ -154,10 +154,10 @@ def test_more_work_costs_more(method):
 
 
 PROBLEM: Any = checked_call(conv, zeros(1, 4, 9, 9), zeros(4, 4, 3, 3)).problem
-#: The same in other dtypes.
+#: The same problem in other dtypes.
 WIDE = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float64"))
 COMPLEX = replace(PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64"))
-#: Prices of so many elements, and what else they are asked with.
+#: Functions that estimate the time of a number of elements, and their other arguments.
 OF_ELEMENTS = {
     "dot": (100.0, PROBLEM), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
     "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": ((56, 56, 8), (1, 3, 3)),
@@ -168,14 +168,14 @@ OF_ELEMENTS = {
 
 @pytest.mark.parametrize("name", OF_ELEMENTS)
 def test_twice_the_elements_take_twice_as_long(name):
-    """From a tenth of a nanosecond to twenty each."""
+    """Estimates are proportional to the elements, and each element takes between 0.1 and 20 ns."""
     price, rest = getattr(cost, name), OF_ELEMENTS[name]
     assert 1e-10 < price(1e6, *rest) / 1e6 < 2e-8
     assert price(2e6, *rest) == pytest.approx(2 * price(1e6, *rest))
 
 
 def test_what_makes_an_element_take_longer():
-    """Wider ones, short runs, places that are apart, more levels of a transform, fewer channels in a row."""
+    """Wider dtypes, short runs, strided places, more levels of a transform and fewer channels per row take longer."""
     for price in (cost.copied, cost.added):
         runs = [
             price(1e6, run, "float32") if price is cost.copied else price(1e6, "float32", run) for run in (1, 8, 64)
@@ -191,7 +191,7 @@ def test_what_makes_an_element_take_longer():
     kernel = 1, 3, 3
     short, longer, long = (cost.transformed(1e6, (9, row, row), kernel) for row in (1, 32, 320))
     assert short > 2 * longer > 2 * long
-    # What lies side by side behind one axis is nothing to the others, nor to one of a single tap.
+    # Each axis counts its own contiguous elements, and an axis with a single tap counts none.
     assert cost.transformed(1e6, (1, 320, 1), (1, 3, 1)) == cost.transformed(1e6, (1, 320, 320), (1, 3, 1))
     assert cost.transformed(1e6, (1, 320, 320), kernel) < cost.transformed(1e6, (1, 320, 1), kernel) < short
     assert (
@@ -209,7 +209,7 @@ def test_what_makes_an_element_take_longer():
 
 
 def test_products_take_longer_the_more_they_multiply():
-    """Along each side; whichever is the longer; and about their multiply-adds where these are many."""
+    """Time increases along each side, is the same for exchanged sides, and is about that of many multiply-adds."""
     sides = (1, 3, 8, 40, 300, 2000)
     for rows in sides:
         for reduction in sides:
@@ -249,7 +249,7 @@ def test_memory_is_dear_where_it_is_more_than_stays():
     assert cost.touched(cost.OWN) == 0 < cost.touched(cost.OWN + 1000) < cost.touched(cost.OWN + 2000) < 1e-6
     assert cost.between(1e6, cost.STAYS) == 0 == cost.between(1e6, 0) < cost.between(1e6, 2 * cost.STAYS)
     assert cost.between(1e6, 2 * cost.STAYS) == pytest.approx(1e6 * cost.BETWEEN / 2)
-    # What the allocator gives back to the system is given anew, filled with zeros.
+    # Memory that the allocator returns to the system is mapped again, filled with zeros.
     assert cost.between(1e6, cost.REUSED - 1) < 1e6 * cost.BETWEEN < 1e6 * cost.MAPPED < cost.between(1e6, cost.REUSED)
 
 
@@ -258,7 +258,7 @@ def test_memory_is_dear_where_it_is_more_than_stays():
 @pytest.mark.parametrize("channels", [(3, 16), (64, 64), (128, 8)])
 @pytest.mark.parametrize("window", [((56, 56), (3, 3)), ((14, 14), (3, 3)), ((90, 90), (11, 11)), ((4000,), (3,))])
 def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, channels, window):
-    """A method whose least is more than another's price is never planned."""
+    """A method is never planned if its lower bound exceeds another method's estimate, so the bound must hold."""
     size, kernel = window
     inputs, outputs = channels
     x, weight = zeros(batch, inputs, *size), zeros(outputs, inputs, *kernel)
@@ -275,7 +275,7 @@ def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, cha
 
 @pytest.mark.parametrize("size, kernel", [((600, 600), (50, 50)), ((1024, 1024), (31, 31))])
 def test_the_least_estimate_of_transforms_has_many_lines_at_a_time(size, kernel):
-    """It once counted lines that are transformed one by one, which cost twice as much."""
+    """The bound once assumed lines that are transformed one by one, which takes twice as long."""
     x, weight = zeros(1, 1, *size), zeros(1, 1, *kernel)
     with cupyconv.options(threads=1):
         bound = cost.least_fft(checked_call(conv, x, weight).problem)
@@ -284,7 +284,7 @@ def test_the_least_estimate_of_transforms_has_many_lines_at_a_time(size, kernel)
 
 
 def test_tiles_are_transformed_along_the_axes_of_several_taps():
-    """The next axis has less to write than the one before, which left out what tiles share."""
+    """Each further axis writes fewer elements than the axis before, since tiles overlap."""
     rows = (1e3, 1e3, 1e3)
     none, one, two, three = (
         cost.transformed(1e6, rows, kernel) for kernel in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
@@ -297,7 +297,7 @@ def test_tiles_are_transformed_along_the_axes_of_several_taps():
         return cost.least_winograd(replace(problem, **more))
 
     assert least(3, 3, weight_is_constant=True) < least(3, 3)
-    # Of fewer taps a tile has more windows, but as many products.
+    # With fewer taps a tile has more windows, but as many products.
     for kernel, larger in (((2, 2), (3, 3)), ((1, 2), (1, 3))):
         assert least(*kernel) < least(*larger) < 2 * least(*kernel)
     calls = [
@@ -308,7 +308,7 @@ def test_tiles_are_transformed_along_the_axes_of_several_taps():
 
 
 def test_transforms_of_few_products_are_taken_where_they_are_named():
-    """They round more, and what they save of so little is nothing."""
+    """Transforms of few products are used only if named: they have larger rounding errors and save almost nothing."""
     x, weight = zeros(1, 1, 40, 40), zeros(1, 1, 15, 15)
     plan = cupyconv.explain(conv, x, weight)
     assert "larger rounding errors" in dict(plan.rejected)["fft"]
@@ -341,7 +341,7 @@ print([name for name in sys.modules if name in ("scipy", "cupyconv.numpy.fft", "
 @share_of_examples(2)
 @given(st.integers(2, 400), st.integers(1, 3000), st.integers(1, 20_000), st.booleans(), st.booleans(), st.booleans())
 def test_parts_of_a_product_are_small_and_all_of_it(rows, reduction, columns, is_double, may_be_longer, turned):
-    """So small that BLAS packs no operand; and columns that nobody reads are there only where that takes less."""
+    """BLAS packs no operand of such small parts; columns that are never read are added only if that saves time."""
     dtype, vector = ("float64", 8) if is_double else ("float32", 16)
     parts = cost.parts_of_product(rows, reduction, columns, dtype, may_be_longer, turned)
     if parts is None:
@@ -387,12 +387,12 @@ def test_runs_of_a_product_are_what_blas_packs_nothing_for(rows, reduction, colu
         assert run < columns and run % cost.RUN_STEP == 0 and rows * reduction * run <= cost.SMALL_PRODUCT
     elif (
         rows <= cost.FEW_ROWS and rows * reduction <= cost.SMALL_WEIGHT
-    ):  # it packs nothing, or one more run would be a short one
+    ):  # BLAS packs nothing, or the last run would be short
         assert columns <= max(2 * cost.RUN_OF_COLUMNS, cost.SMALL_PRODUCT // (rows * reduction))
 
 
 def test_who_holds_the_threads_of_blas():
-    """A loop of one thread, where nobody asked for that, of products that BLAS would divide; complex ones when they are smaller."""
+    """A loop of one thread that nobody asked for holds BLAS if BLAS would divide its products, complex ones earlier."""
     alone, asked, many = HostModel(1, most=1), HostModel(1), HostModel(4, most=4)
     large = cost.SMALL_PRODUCT + 1
     assert cost.holds_blas(1, alone, large) and cost.holds_blas(1, many, large)
@@ -402,7 +402,7 @@ def test_who_holds_the_threads_of_blas():
 
 
 def test_rows_of_images_that_are_turned_are_of_those_that_lie_otherwise():
-    """Channels in front of their pixels, or behind them; one channel is both."""
+    """Only images in the other order are converted, to channels first or last; one channel is in both orders."""
     call = {last: image(last) for last in (False, True)}
     assert cost.channels_moved(call[False]) == 0 < cost.channels_moved(call[True])
     assert cost.channels_moved(call[True], last=True) == 0 < cost.channels_moved(call[False], last=True)
@@ -410,7 +410,7 @@ def test_rows_of_images_that_are_turned_are_of_those_that_lie_otherwise():
 
 
 def image(channels_last: bool, channels: int = 16) -> Any:
-    """A convolution of images, large ones, that lie so."""
+    """Return the problem of a convolution of large images in this order."""
     x, weight = zeros(2, channels, 200, 200), zeros(channels, channels, 1, 1)
     out = zeros(2, channels, 200, 200)
     if channels_last:

@@ -1,7 +1,7 @@
-"""What a GPU's prices follow: rounds of blocks, the longest of what a block waits for, tiles that a matrix fills in part.
+"""The cost model for GPUs: rounds of blocks, the resource that a block waits for longest, tiles that are partly filled.
 
-The digits of `cupyconv.cuda.plan.cost` are estimates and nothing here repeats them.  Here is what they must agree with:
-each other, the hardware's own numbers, and larger problems.
+The constants of `cupyconv.cuda.plan.cost` are estimates, and nothing here repeats them.  The tests check that they
+agree with each other, with the hardware's own numbers and with larger problems.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def seconds(call: GemmCall, gpu: Any = GPU) -> float:
 
 @EVERY_GPU
 def test_a_multiprocessor_issues_four_instructions_a_clock(gpu):
-    """So its clock, told from the rate, is that of a GPU."""
+    """The clock rate that follows from the issue rate is that of a GPU."""
     clock = cost.issue_rate(gpu) / (4 * gpu.multiprocessors)
     assert 1.0e9 < clock < 3.0e9
 
 
 @EVERY_GPU
 def test_shared_memory_gives_no_more_than_a_line_a_clock(gpu):
-    clocks = cost.issue_rate(gpu) / 4  # of all multiprocessors
+    clocks = cost.issue_rate(gpu) / 4  # per second, summed over all multiprocessors
     assert 1 / clocks < cost.shared_memory_seconds(1, gpu) < 2 / clocks
 
 
 def test_instructions_are_counted_of_every_tile_that_a_kernel_is_compiled_for():
-    """And of no other; of bfloat16 as of float16."""
+    """Exactly the tiles that kernels are compiled for have counts; bfloat16 has those of float16."""
     asked: dict[tuple[str, int, str], set[tuple[int, int]]] = {}
     ways = product(KNOWN_GPUS.values(), FIRST_MMA, (False, True), ("ALONG_PIXELS", "PIXEL_CHUNKS", "ALONG_CHANNELS"))
     for gpu, dtype, allow_tf32, gather in ways:
@@ -68,13 +68,13 @@ def test_instructions_are_counted_of_every_tile_that_a_kernel_is_compiled_for():
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("on", ["sm_75", "sm_80", "sm_90"])
 def test_instructions_are_counted_of_every_dtype_that_goes_back_through_a_layer(dtype, on):
-    """By its only kernel of all steps, where the weight has room on the GPU."""
+    """The persistent kernel computes all steps if the weight fits on the GPU."""
     assert recurrent_gradient_plan("lstm", dtype, (10, 4, 8, 64), on=on).method == "persistent"
 
 
 @EVERY_GPU
 def test_tensor_cores_are_as_quick_as_their_products_are_many(gpu):
-    """One product of TF32 in place of one, or three; cuBLAS's rates are reached in part, of float64 whole."""
+    """TF32 computes each product once, TF32X3 three times; kernels reach part of cuBLAS's rate, in float64 all."""
     one, three = (cost.product_rate(arithmetic, "float32", gpu) for arithmetic in ("TF32", "TF32X3"))
     assert one == pytest.approx(3 * three) and one <= gpu.tf32
     assert cost.product_rate("MMA", "float64", gpu) == gpu.gemm64
@@ -86,7 +86,7 @@ def test_tensor_cores_are_as_quick_as_their_products_are_many(gpu):
 
 
 def test_rounds_are_whole():
-    """One block more than there are multiprocessors takes twice as long as these; a block takes the longest of four."""
+    """One block more than multiprocessors takes twice as long; a block takes the longest of four estimated times."""
     most = GPU.multiprocessors
     takes = [cost.seconds_in_rounds(blocks, 10**6, 1e12, GPU) for blocks in (1, most, most + 1, 2 * most, 2 * most + 1)]
     assert takes == [pytest.approx(rounds * takes[0]) for rounds in (1, 1, 2, 2, 3)]
@@ -102,7 +102,7 @@ def test_rounds_are_whole():
     assert cost.seconds_in_rounds(1, 10**6, 1e12, GPU, **amounts) == max(alone.values())
     for name in amounts:
         assert cost.seconds_in_rounds(1, 10**6, 1e12, GPU, **{name: 1e9}) == pytest.approx(1e3 * alone[name])
-    # Instructions and lines of one multiprocessor, by its own clock.
+    # Instructions and lines of one multiprocessor, at its own clock rate.
     clock = cost.issue_rate(GPU) / (4 * most)
     assert alone["issued"] == pytest.approx(1e6 / 4 / clock)
     assert alone["shared_lines"] == pytest.approx(most * cost.shared_memory_seconds(1e6, GPU))
@@ -119,7 +119,7 @@ def test_a_warp_touches_the_lines_that_its_addresses_are_in(dtype, stride, step)
 
 
 def test_what_a_matrix_leaves_of_a_tile_is_wasted():
-    """And multiprocessors without a tile are idle."""
+    """The part of a tile beyond the matrix is wasted, and multiprocessors without a tile are idle."""
     whole = seconds(gemm(128, 128, 512, batch=1000))
     for m, n in ((65, 128), (128, 65), (65, 65), (127, 127)):
         assert seconds(gemm(m, n, 512, batch=1000)) == pytest.approx(whole)
@@ -158,7 +158,7 @@ def test_a_launch_takes_its_operations_at_the_rate_of_the_multiprocessors_it_has
 
 @pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
 def test_products_of_16_bits_are_those_of_tensor_cores(method):
-    """Of a merge, which "direct" fuses, and of a matrix product: quicker than of float32, and these than of float64."""
+    """A merge, fused by "direct" or as a product, is faster in float16 than in float32, and slowest in float64."""
     takes = []
     for dtype in ("float16", "float32", "float64"):
         xs = [array(16, 64, 4096, dtype=dtype)] * 2
@@ -167,7 +167,7 @@ def test_products_of_16_bits_are_those_of_tensor_cores(method):
     assert 2 * takes[0] < takes[1] < takes[2]
 
 
-# What prices are for: the cheapest is taken, and more work is no cheaper.
+# The purpose of estimated times: the shortest is chosen, and more work takes no less time.
 
 #: (batch, channels, spatial size, outputs, kernel, settings)
 LAYERS = [
@@ -181,7 +181,7 @@ LAYERS = [
 
 
 def drafts(layer: Any, on: str, dtype: str, order: str, times: tuple[int, int, int] = (1, 1, 1)) -> dict[str, float]:
-    """What each method that applies takes, with so many times the samples, channels and outputs."""
+    """Return the estimated time of each method that applies, with multiples of samples, channels and outputs."""
     batch, channels, size, outputs, kernel, settings = layer
     batch, channels, outputs = (count * more for count, more in zip((batch, channels, outputs), times))
     settings = dict(settings)
@@ -209,7 +209,7 @@ def drafts(layer: Any, on: str, dtype: str, order: str, times: tuple[int, int, i
     ("on", "dtype", "order"), [("sm_90", "float32", "C"), ("sm_80", "float16", "last"), ("sm_75", "float64", "C")]
 )
 def test_more_work_is_no_cheaper_and_the_cheapest_is_taken(layer, on, dtype, order):
-    """Twice the samples take between a little less than as long and about twice as long; channels and outputs alike."""
+    """Twice the samples, channels or outputs take from slightly less than the same time to about twice the time."""
     once = drafts(layer, on, dtype, order)
     is_grouped = layer[5].get("groups", 1) > 1
     for times in [(2, 1, 1), (8, 1, 1)] + ([(1, 2, 2)] if is_grouped else [(1, 2, 1), (1, 1, 2)]):
@@ -219,7 +219,7 @@ def test_more_work_is_no_cheaper_and_the_cheapest_is_taken(layer, on, dtype, ord
 
 
 def test_idle_multiprocessors_are_priced():
-    """A late 1x1 layer at batch 1 fills a part of the GPU: "direct" was priced as if it filled all of it."""
+    """A late 1x1 layer at batch 1 fills part of the GPU; the estimate for "direct" once assumed that it filled all."""
     x, weight = np.broadcast_to(np.float32(0), (1, 256, 13, 13)), np.broadcast_to(np.float32(0), (64, 512, 1, 1))
     plan = cupyconv.explain(cupyconv.conv, [x, x], weight, on="sm_90")
     assert plan.method == "implicit_gemm"
@@ -240,7 +240,7 @@ def test_predictions_have_two_digits():
 
 
 def test_the_hosts_time_stands_beside_the_gpus():
-    """Of a call with one kernel, and of one with columns, a product and what comes after it."""
+    """Plans state the host overhead: for one kernel, and for columns, a product and an epilogue."""
     x, weight, bias = array(2, 8, 16, 16), array(8, 8, 3, 3), array(8)
     one = cupyconv.explain(cupyconv.conv, x, weight, method="direct", on="sm_90")
     assert one.price.endswith("; the host takes 11 µs and the driver's time")
@@ -249,7 +249,7 @@ def test_the_hosts_time_stands_beside_the_gpus():
 
 
 def test_a_draft_takes_all_of_its_steps_and_the_least_that_may_be_doubted_is_taken():
-    """A step takes the longer of its bytes and its arithmetic, and a launch; what took most of all these bounds the draft."""
+    """A step takes the longer of its bytes and arithmetic, plus a launch; the largest total bounds the draft."""
     bytes_alone = KernelLaunch(Kernel("epilogue"), (1000, 1, 1), 256, (), bytes_moved=10**9)
     both = replace(bytes_alone, flops=1, arithmetic_seconds=1e-3)
     moved = 10**9 / GPU.bandwidth
@@ -271,7 +271,7 @@ def test_a_draft_takes_all_of_its_steps_and_the_least_that_may_be_doubted_is_tak
     assert cheapest([doubted, replace(doubted, method="direct")], GPU) is doubted, "of equals the first"
 
 
-# Where tiles and rounds are whole, twice the work takes twice as long, and asks L2 for twice as much: exactly.
+# If tiles and rounds are full, twice the work takes exactly twice as long, and reads twice as many bytes from L2.
 
 
 def launch_of(plan: cupyconv.Plan, kernel: str) -> KernelLaunch:
@@ -366,7 +366,7 @@ def pair(first: str, second: str, dtype: str = "float32") -> Any:
     return made
 
 
-#: What makes a launch, its sizes, and how many times as long it takes with twice of each.
+#: A function that makes a launch, its sizes, and the factor by which its time increases with twice each size.
 WHOLE = {
     **{
         f"implicit_gemm {dtype} {order}": (
@@ -422,7 +422,7 @@ def test_twice_the_work_takes_exactly_twice_as_long(case):
         assert more.kernel == once.kernel and more.block == once.block
         assert more.flops == factor * once.flops, size
         assert more.arithmetic_seconds == pytest.approx(factor * once.arithmetic_seconds), size
-        # Each block's own weight comes once, however many pixels it goes through.
+        # Each block reads its weight once, for any number of pixels.
         assert 0.93 * factor * once.l2_bytes <= more.l2_bytes <= factor * once.l2_bytes * (1 + 1e-9), size
 
 
@@ -434,9 +434,9 @@ PAIRS = {
 
 @pytest.mark.parametrize(
     "case", [case for case in WHOLE | PAIRS if case != "channels_last"]
-)  # which multiplies nothing
+)  # the kernel `channels_last` multiplies nothing
 def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
-    """And do not pass it.  Loops that find each element's place reach a part of it, and so does a wait for all blocks."""
+    """No launch exceeds this rate.  Loops that compute each address, or wait for all blocks, reach only part of it."""
     made, sizes, _ = (WHOLE | PAIRS)[case]
     launch = made(**sizes)
     macros = dict(launch.kernel.macros)
@@ -445,7 +445,7 @@ def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
     gpu = known_gpu("sm_75" if "cores" in case else "sm_90")
     share = launch.flops / launch.arithmetic_seconds / cost.product_rate(arithmetic, dtype, gpu)
     if case == "recurrent_step float16":
-        share *= 2  # a state is two numbers of 16 bits, so that it is not rounded
+        share *= 2  # a state is two 16-bit numbers, so that it is not rounded
     is_slow = "depthwise" in case or launch.kernel.name in (
         "direct", "transposed", "weight_gradient", "recurrent_persistent", "recurrent_gradient_persistent",
     )  # fmt: skip
@@ -454,7 +454,7 @@ def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_step_asks_l2_for_what_its_blocks_read(dtype):
-    """Each column of blocks reads all states and each row of them all weights; the projections are read once."""
+    """Each column of blocks reads all states, each row of blocks reads all weights, and projections are read once."""
     launch, item = recurrent("step", dtype)(8, 128, 128), {"float16": 2, "float32": 4, "float64": 8}[dtype]
     columns, rows, _ = launch.grid
     kept = max(4, item)  # states are not rounded to 16 bits between steps
@@ -468,7 +468,7 @@ def test_a_step_asks_l2_for_what_its_blocks_read(dtype):
 
 
 def test_a_state_of_16_bits_takes_two_products():
-    """It is two numbers of 16 bits, so that it is not rounded."""
+    """A state is stored as two 16-bit numbers, so that it is not rounded."""
     half, single = (recurrent("step", dtype)(8, 128, 128) for dtype in ("float16", "float32"))
     assert half.grid == single.grid and dict(half.kernel.macros)["ARITHMETIC"] == "MMA"
     rates = [cost.product_rate(*kinds, GPU) for kinds in (("MMA", "float16"), ("TF32X3", "float32"))]
@@ -484,7 +484,7 @@ def test_a_merge_asks_l2_for_the_inputs_of_each_tile_and_for_a_weight_each_block
 
 
 def test_tiles_of_a_convolution_ask_l2_for_their_rows_and_columns():
-    """Taps side by side find in L1 what the one before them has read."""
+    """Adjacent taps find in L1 what the previous tap has read."""
     launch = convolved("implicit_gemm", "implicit_gemm", dtype="float16")(132, 64, 32, 256)
     tile_m, tile_n = (int(dict(launch.kernel.macros)[name]) for name in ("TILE_M", "TILE_N"))
     pixels, depth = 132 * 32 * 32, 64 * 9
@@ -502,7 +502,7 @@ def test_a_weights_gradient_reads_its_images_once_for_each_tile():
 
 
 def test_images_are_moved_as_quickly_as_the_lines_that_they_are_in_are_read():
-    """Each of 128 bytes; of a row with gaps as long as its elements are, twice as many."""
+    """A line has 128 bytes; a row with gaps as large as its elements spans twice as many lines."""
     for order, times in (("C", 1), ("gaps", 2)):
         grad, x = array(132, 64, 32, 32), array(132, 64, 32, 32, order=order)
         moved = launched("channels_last", cupyconv.conv_grad_weight, grad, x, (3, 3), method="implicit_gemm")
@@ -516,15 +516,15 @@ def test_images_are_moved_as_quickly_as_the_lines_that_they_are_in_are_read():
 def test_back_through_a_layer_its_weight_is_read_once_and_the_gates_of_every_step(kernel, steps, size):
     launch = back_through(kernel)(8, size, size)
     weight, gates = 4 * size * size * 4, steps * 4 * size * size * 4
-    # Gates are read, their gradients written, and read by the next step; beside them are states, of a gate's size each.
+    # Gates are read; their gradients are written, and read by the next step.  In addition, states of a gate's size.
     assert weight + 4 * gates <= launch.bytes_moved <= weight + 5 * gates
-    if steps > 1:  # twice as many steps read it once too
+    if steps > 1:  # twice as many steps also read it once
         assert 2 * launch.bytes_moved - back_through(kernel)(16, size, size).bytes_moved == weight
 
 
 @pytest.mark.parametrize(("inputs", "groups"), [(1, 1), (2, 1), (1, 4)])
 def test_products_of_spectra_move_the_spectra_that_they_name(inputs, groups):
-    """Each input's once, and its part of the weight's; what a second input is added to is read, and written again."""
+    """Spectra of each input and of its part of the weight are read once; a second input reads and writes sums again."""
     xs, settings = (
         [array(2, 8 // inputs, 64, 64)] * inputs,
         {"padding": 8, "groups": groups, "method": "fft", "on": "sm_90"},
@@ -557,7 +557,7 @@ def test_products_of_spectra_move_the_spectra_that_they_name(inputs, groups):
 
 
 def test_sums_of_two_parts_are_read_by_what_finishes_them():
-    """A real image by a complex weight: real parts and imaginary ones, each as large as half of the result."""
+    """A real image times a complex weight gives real and imaginary sums, each half as large as the result."""
     x, weight = array(4, 8, 30, 30), array(6, 8, 3, 3, dtype="complex64")
     plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
     (launch,) = launches(plan, "epilogue")

@@ -1,6 +1,6 @@
-"""Why a method does not apply on a GPU: each reason is met by one call, and not by another that is nearly the same.
+"""Reasons why a method does not apply on a GPU: for each reason, a call that is refused and a similar one that is not.
 
-And limits on workspace: a plan keeps them, and what a refusal says is needed is enough.
+Workspace limits: a plan stays within them, and the bytes that a refusal asks for are enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupyconv.problem.recurrence import GATES
 
 
 def refusal_of(function: Any, *arguments: Any, on: str = "sm_90", limit: int | None = None, **settings: Any) -> str:
-    """Why a named method does not apply; nothing where it does."""
+    """Return why a named method does not apply; an empty string if it applies."""
     with cupyconv.options(workspace_limit=limit):
         try:
             cupyconv.explain(function, *arguments, **settings, on=on)
@@ -36,7 +36,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def pair(first: Any, second: Any, channels: int = 8, dtype: str = "float32") -> Call:
-    """A chain of two layers that has to be one kernel."""
+    """Return the call of a chain of two layers that must be one kernel."""
     return cupyconv.conv_chain, (array(2, channels, 16, dtype=dtype), [first, second]), {"fuse": True}
 
 
@@ -67,8 +67,8 @@ def _of_dtype(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 SCALE = (array(8), None, "relu")
-MOST = 2**30  # what cuBLAS counts
-#: The reason, what is refused for it, and what is not.
+MOST = 2**30  # the largest dimension that is given to cuBLAS
+#: The reason, a call that is refused for it, and a call that is not.
 REASONS: list[tuple[str, Call, Call]] = [
     ("there is nothing to sum over", pair(layer(channels=0), layer(), channels=0), pair(layer(channels=1), layer(), channels=1)),
     ("the layers compute in different dtypes", pair(layer(dtype="complex64"), layer(dtype="complex64")), pair(layer(), layer())),
@@ -127,7 +127,7 @@ def test_as_many_inputs_as_a_pair_has_room_for_and_no_more():
 
 
 def test_indices_of_a_pixel_have_32_bits():
-    """Of one sample 65,536 x 65,536 pixels; one column more takes another bit."""
+    """A sample may have 65,536 x 65,536 pixels; one more column needs another bit."""
     weight = array(2, 1, 3, 3)
     for width, words in ((1 << 16, ""), ((1 << 16) + 1, "32 bits")):
         x = array(1, 1, 1 << 16, width)
@@ -136,7 +136,7 @@ def test_indices_of_a_pixel_have_32_bits():
 
 
 def test_sizes_that_a_kernel_counts_in_32_bits():
-    """With room to go on by a tile, or by a window, beyond the end."""
+    """Sizes leave enough of int32 to step one tile, or one window, beyond the end."""
     most = (2**31 - 1) // 8
     for pixels, words in ((most, ""), (most + 1, "int32")):
         x, weight = array(1, 1, pixels), array(1, 1, 1)
@@ -183,7 +183,7 @@ def test_sizes_that_a_kernel_counts_in_32_bits():
     ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else ""),
 )  # fmt: skip
 def test_what_a_refusal_says_is_needed_is_enough(function, arguments, settings, method):
-    """And no plan takes more than its limit, however little that is."""
+    """No plan exceeds its limit, however small it is."""
     said = refusal_of(function, *arguments, **settings, method=method, limit=0)
     needed = int(re.findall(r"([\d,]+) bytes of workspace", said)[0].replace(",", ""))
     for limit in (needed, needed + 255, needed + 256, 2 * needed + 1, 3 * needed, 20 * needed, 1 << 27):
@@ -218,7 +218,7 @@ def test_recurrent_layers_of_no_steps_project_nothing(cell):
 
 
 def test_buffers_that_begin_on_boundaries_fit_the_limit():
-    """Sizes that are no multiples of these, of several buffers: at any limit, refused or within it."""
+    """Several buffers, whose sizes are not multiples of the alignment, fit every limit or are refused."""
     x, weight = array(1, 300, 5, 5), array(33, 300, 3, 3)
     grad, image = array(2, 12, 1, 9_999, order="last"), array(2, 4, 1, 9_999, order="last")
     layers = [cupyconv.ConvLayer(array(5, 3, 3, dtype=dtype), padding=1) for dtype in ("float32",)]

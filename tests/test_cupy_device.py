@@ -1,4 +1,4 @@
-"""What of the CuPy device can be tested where CuPy is installed and no GPU is: everything but CUDA itself."""
+"""The CuPy device without a GPU: everything except CUDA itself, if CuPy is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cupyconv.problem.problems import TooManyBlocks  # noqa: E402
 
 @pytest.fixture
 def device(monkeypatch) -> CupyDevice:
-    """GPU 0 of a machine without one."""
+    """Return a device for GPU 0 on a machine without a GPU."""
     monkeypatch.setattr(CupyDevice, "__init__", lambda self: None)
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     device = CupyDevice()
@@ -39,7 +39,7 @@ def device(monkeypatch) -> CupyDevice:
 
 
 class Driver:
-    """What `load` asks of CUDA's driver, and a list of what it is asked; blocks of 100 threads fit three at a time."""
+    """The functions of CUDA's driver that `load` calls, and a list of launches; three blocks of 100 threads fit."""
 
     CUDADriverError = cupy.cuda.driver.CUDADriverError
 
@@ -67,7 +67,7 @@ class Driver:
 
     def launchCooperativeKernel(self, *given):
         if self.refusal is not None:
-            error = self.CUDADriverError.__new__(self.CUDADriverError)  # to make one asks a driver for its words
+            error = self.CUDADriverError.__new__(self.CUDADriverError)  # the constructor asks a driver for the message
             error.status = self.refusal
             raise error
         self.asked.append(("cooperative", *given))
@@ -83,7 +83,7 @@ def launch_of(**changed) -> KernelLaunch:
 
 
 def array(address: int, shape=(1, 2, 5), dtype=np.float32, ordinal=0, strides=None):
-    """An array of CuPy's own over memory that is not there."""
+    """Return a CuPy array over memory that does not exist."""
     memory = cupy.cuda.UnownedMemory(address, 1 << 20, None, ordinal)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
@@ -106,13 +106,13 @@ def test_an_argument_is_a_list_of_one_pointer_to_the_parameters(device):
 
 def test_a_device_that_is_current_is_not_entered(device, monkeypatch):
     with device.current():
-        pass  # to enter it would ask the driver, which is not there
+        pass  # entering it would call the driver, which is missing
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 1)
     assert isinstance(device.current(), cupy.cuda.Device) and device.current().id == 0
 
 
 def test_a_thread_that_is_new_to_cuda_gets_a_context(device, monkeypatch):
-    """Once, and on the device: the driver's own calls would find none."""
+    """A new thread gets a context on the device, once, because direct calls of the driver would find none."""
     asked = []
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: asked.append(threading.get_ident()))
     device._thread = cupy_device._Thread()
@@ -145,7 +145,7 @@ def test_a_launch_is_the_drivers_on_the_current_stream(device, driver):
 
 
 def test_blocks_that_wait_for_each_other_are_launched_together_or_not_at_all(device, driver):
-    """4 multiprocessors have room for 12 of them."""
+    """Cooperative blocks must all be resident: 4 multiprocessors hold 12 of them."""
     device.load(launch_of(grid=(12, 1, 1), cooperative=True))((5, "kept alive"))
     assert driver.asked == [("cooperative", 1000, 12, 1, 1, 100, 1, 1, 512, 70, 5)]
     with pytest.raises(TooManyBlocks, match=r"merge<float32>: 13 blocks have to run at once, there is room for 12"):
@@ -194,7 +194,7 @@ def test_ranges_without_nvtx_are_a_warning(monkeypatch):
 @pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (1, cupy.cuda.runtime.CUDARuntimeError)])
 @pytest.mark.parametrize("name", ["empty", "empty_in_graph", "from_host", "convert"])
 def test_cudas_own_lack_of_memory_is_a_memory_error(device, monkeypatch, name, status, expected):
-    """As `cupy.cuda.malloc_async` and `malloc_managed` raise it."""
+    """CUDA's own error, which `cupy.cuda.malloc_async` and `malloc_managed` raise, becomes a MemoryError."""
 
     def fails(*given, **settings):
         raise cupy.cuda.runtime.CUDARuntimeError(status)

@@ -41,7 +41,7 @@ def test_demo_passes_and_writes_the_picture(tmp_path, capsys):
 
 
 def test_two_libraries_are_compared_row_by_row(tmp_path, capsys):
-    """What a GPU would print, with NumPy standing in for CuPy."""
+    """The page is the one that a GPU prints, with NumPy in place of CuPy."""
     numpy = libraries.numpy_library()
     assert demo.run_demo(small=True, directory=tmp_path, libraries=[numpy, replace(numpy, name="other")]) == 0
     printed = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_a_picture_that_cannot_be_written_fails_nothing(tmp_path, capsys):
     ids=str,
 )
 def test_a_folder_that_nobody_may_write_to_fails_nothing(error, said, tmp_path, capsys, monkeypatch):
-    """What the system says of it; a folder's mode says nothing to root, who may run this."""
+    """The page shows the system's message.  The error is simulated, since a folder's mode does not stop root."""
     opened = open
 
     def refuse(file, mode="r", *rest, **settings):

@@ -1,4 +1,4 @@
-"""Depthwise convolutions and filters of one channel on NumPy: products with Toeplitz matrices, and which way is taken."""
+"""Depthwise convolutions and one-channel filters on NumPy: Toeplitz matrices, and which implementation is chosen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METHODS = ("gemm", "direct")
 
 @st.composite
 def depthwise_calls(draw):
-    """Arguments of a depthwise convolution, of integers: (x, weight, settings)."""
+    """Draw the arguments of a depthwise convolution of integers: (x, weight, settings)."""
     rank = draw(st.integers(1, 3))
     longest = {1: (200, 40), 2: (40, 8), 3: (9, 4)}[rank]
     size = draw(st.tuples(*[st.integers(1, longest[0])] * rank))
@@ -51,7 +51,7 @@ def depthwise_calls(draw):
 
 
 def by_windows(x, weight, *, stride, dilation, padding, padding_mode, groups):
-    """The definition, window by window: no element is multiplied that is not in the window."""
+    """Compute the definition window by window: no element outside a window is multiplied."""
     padded = np.pad(x, ((0, 0), (0, 0), *padding), mode=padding_mode)
     kernel, taps = weight.shape[2:], list(itertools.product(*map(range, weight.shape[2:])))
     size = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation)]
@@ -94,7 +94,7 @@ def test_integers_are_exact(method, call, threads, limit, channels_last):
     alone=st.sampled_from((1, 50, toeplitz.PIXELS_ALONE)),
 )
 def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, where, call, value, seed, alone):
-    """The zeros of a Toeplitz matrix would carry them to neighbours; windows are summed alone, some pixels at a time."""
+    """Zeros of a Toeplitz matrix would spread them to neighbours: such windows are summed alone, a few at a time."""
     x, weight, settings = call
     spoilt = {"x": x, "weight": weight}[where]
     spoilt.flat[seed % spoilt.size] = value
@@ -108,7 +108,7 @@ def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, wh
 @pytest.mark.parametrize("value", [0, np.nan])
 @pytest.mark.parametrize("kernel, padding", [((1, 9), (0, 4)), ((1, 9), (0, 0)), ((9, 1), (0, 0)), ((3, 3), (1, 1))])
 def test_one_nan_takes_no_more_memory(kernel, padding, value):
-    """It took a copy of all that a block reads, 26 MB in place of 248 kB."""
+    """One NaN needs no more memory; it once needed a copy of all that a block reads, 26 MB instead of 248 kB."""
     x, weight = np.ones((1, 64, 90, 1000), np.float32), np.ones((64, 1, *kernel), np.float32)
     x[0, 30, 40, 500] = value
     settings = dict(padding=padding, groups=64, method="gemm")
@@ -123,7 +123,7 @@ def test_one_nan_takes_no_more_memory(kernel, padding, value):
 
 @st.composite
 def row_calls(draw):
-    """The same along rows alone, of many channels or few, with windows that begin before a row or end beyond it."""
+    """Draw such arguments along rows only, with few or many channels, and windows that reach beyond a row's ends."""
     rows, size, taps = draw(st.sampled_from((1, 1, 2, 19))), draw(st.integers(1, 300)), draw(st.integers(2, 40))
     stride, dilation = draw(st.sampled_from((1, 1, 2, 7))), draw(st.sampled_from((1, 1, 3)))
     before, behind = (draw(st.sampled_from((0, 1, 5, 130))) for _ in range(2))
@@ -163,7 +163,7 @@ def test_rows_are_read_where_they_lie_but_for_their_ends(call, value, threads, l
 
 
 def test_a_long_row_is_not_copied():
-    """Only windows that read padding are, and those that are too few for a product."""
+    """Only windows that read padding, or that are too few for a product, are copied."""
     x, weight = np.ones((1, 64, 100_000), np.float32), np.ones((64, 1, 9), np.float32)
     plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same", groups=64, method="gemm")
     assert type(plan.steps[0]) is ToeplitzRuns and plan.workspace_bytes < x.nbytes // 50
@@ -171,7 +171,7 @@ def test_a_long_row_is_not_copied():
 
 @pytest.mark.parametrize("rows", ["backwards", "all one", "overlapping"])
 def test_rows_that_are_no_matrix_are_copied(rows):
-    """BLAS takes none of these: products of them took 1.6 times as long."""
+    """BLAS reads none of these rows as a matrix: products of them in place took 1.6 times as long."""
     image = np.arange(2.0 * 50 * 600, dtype=np.float32).reshape(1, 2, 50, 600) % 7
     x = {
         "backwards": image[:, :, ::-1],
@@ -201,12 +201,12 @@ def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
     cupyconv.clear_caches()
     peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="gemm", **settings))
     assert np.array_equal(out, expected)
-    assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # and what Python's objects take
+    assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # including Python objects
 
 
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
 def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
-    """That nothing is left to sums window by window while sums are finite, nor to other ways."""
+    """While sums are finite, Toeplitz products leave nothing to sums window by window, nor to other implementations."""
     kernel, size = ((5, 5), (256, 256)) if way is ToeplitzRows else ((1, 31), (4, 5_000))
     monkeypatch.delattr(toeplitz, "scale_windows")
     monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((way,)))
@@ -221,7 +221,7 @@ def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
 
 @pytest.mark.parametrize("shape, kernel", [((512, 512), (31, 31)), ((100_000,), (101,))])
 def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
-    """Of one channel, columns are many copies for one vector; scaled elements are a pass for each tap."""
+    """With one channel, columns are many copies for one vector, and scaled elements need a pass for each tap."""
     x, weight = np.ones((1, *shape), np.float32), np.ones((1, 1, *kernel), np.float32)
     with cupyconv.options(allow_fft=False):
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same")
@@ -231,7 +231,7 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
 
 
 def test_a_layer_of_a_millisecond_is_divided():
-    """Two threads took 0.65 to 0.93 of one's time for layers of 0.7 ms and more; of less, waking another takes what it wins."""
+    """Two threads took 0.65 to 0.93 of one's time for layers of 0.7 ms and more; for less, waking costs the gain."""
     weight = np.ones((96, 1, 3, 3), np.float32)
     with cupyconv.options(threads=2):
         plans = [
@@ -242,8 +242,8 @@ def test_a_layer_of_a_millisecond_is_divided():
     assert [plan.steps[0].threads for plan in plans] == [1, 2]
 
 
-#: What products of rows write: lines with zeros written over their ends, or between them; rows that the image has not, of a
-#: plane or beside it; the result itself; tiles; several turns; sums of several outputs of a channel, and of rows that are left.
+#: Calls by what their products write: lines with zeros over their ends, or between them; rows outside the image, in a
+#: plane or next to it; the result itself; tiles; several turns; sums of several outputs per channel, and of other rows.
 ROW_CALLS = {
     "borders": ((1, 6, 20, 12), (6, 1, 3, 3), dict(padding=1)),
     "strides": ((2, 6, 20, 13), (6, 1, 3, 3), dict(padding=1, stride=2)),
@@ -261,7 +261,7 @@ ROW_CALLS = {
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ROW_CALLS)
 def test_views_of_rows_are_made_once_and_their_zeros_written_each_time(name, threads, monkeypatch):
-    """The memory is kept, and shared: another convolution of the same dtype may have written all of it meanwhile."""
+    """The memory is cached and shared: another convolution of the same dtype may have overwritten it meanwhile."""
     shape, kernel, settings = ROW_CALLS[name]
     made, of_loop = [], ToeplitzRows._steps
     monkeypatch.setattr(ToeplitzRows, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
@@ -291,13 +291,13 @@ def test_views_of_rows_are_made_once_and_their_zeros_written_each_time(name, thr
                     if type(key) is str:
                         memory.fill(255)  # not a number
     cupyconv.clear_caches()
-    # At the most once for each block that a thread may take first, not for each call.
+    # At most once for each block that a thread may compute first, not for each call.
     assert 1 <= len(made) <= threads * 2
 
 
 @pytest.mark.parametrize("method, channels, size", [("direct", 128, 92), ("gemm", 0, 300_000)])
 def test_a_pass_of_a_millisecond_and_a_half_is_divided(method, channels, size):
-    """Channels that are last, scaled, and a merge of inputs."""
+    """Two threads share the work of scaled channels-last images, and of a merge of inputs."""
     if channels:
         x = np.ones((1, size, size, channels), np.float32).transpose(0, 3, 1, 2)
         weight = np.ones((channels, 1, 3, 3), np.float32)
@@ -311,7 +311,7 @@ def test_a_pass_of_a_millisecond_and_a_half_is_divided(method, channels, size):
 
 
 def test_threads_with_too_little_to_do_cut_no_runs(monkeypatch):
-    """A run that is cut for them is short, and an element of it takes twice as long."""
+    """Runs that are cut for more threads are short, and an element of a short run takes twice as long."""
     x, weight = np.ones((1, 32, 16, 16, 16), np.float32), np.ones((32, 1, 3, 3, 3), np.float32)
     monkeypatch.setitem(depthwise.DEPTHWISE, "direct", Method((depthwise.ScaledRuns,)))
     forget_calls()
@@ -335,7 +335,7 @@ def test_threads_with_too_little_to_do_cut_no_runs(monkeypatch):
     seed=st.integers(0, 1 << 16),
 )
 def test_channels_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, last, value, seed):
-    """Where they are last, and where they are brought there."""
+    """Results are exact whether channels are last already or are moved there."""
     rng = np.random.default_rng(seed)
     x = np.moveaxis(rng.integers(-4, 5, (2, *size, channels)).astype(np.float32), -1, 1)
     x[1, 1, 1, 1] = value
@@ -352,7 +352,7 @@ def test_channels_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, r
 
 
 def test_channels_that_are_last_stay_last():
-    """Scaled where they lie: to bring them in front and back takes longer than the products save."""
+    """Channels-last images are scaled in place: moving channels first and back takes longer than products save."""
     x, weight = np.ones((2, 30, 30, 48), np.float32).transpose(0, 3, 1, 2), np.ones((48, 1, 3, 3), np.float32)
     for stride in (1, 2):
         plan = cupyconv.explain(cupyconv.conv, x, weight, groups=48, padding=1, stride=stride)
@@ -366,7 +366,7 @@ def test_many_outputs_of_one_channel_are_products_of_columns():
 
 @pytest.mark.parametrize("size, stride", [(5, 1), (7, 1), (14, 2)])
 def test_small_images_of_many_channels_are_scaled(size, stride):
-    """A product of each would be mostly the call: channels are brought behind their pixels."""
+    """A product per channel would mostly be call overhead, so channels are moved last."""
     x, weight = np.ones((1, 512, size, size), np.float32), np.ones((512, 1, 3, 3), np.float32)
     plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=512, stride=stride)
     assert isinstance(plan.steps[0], depthwise.ScaledPixels) and not plan.steps[0].in_place
@@ -386,7 +386,7 @@ def test_small_images_of_many_channels_are_scaled(size, stride):
     seed=st.integers(0, 1 << 16),
 )
 def test_gradients_by_strips_and_by_runs_are_exact(way, call, threads, limit, channels_last, value, where, seed):
-    """Also of infinities and NaN: products of elements that no tap brings together are in no sum."""
+    """Infinities and NaN are exact too: products of elements that no tap combines are in no sum."""
     x, weight, settings = call
     grad = np.random.default_rng(seed).integers(-4, 5, cupyconv.conv(x, weight, **settings).shape).astype(x.dtype)
     if value is not None:
@@ -461,7 +461,7 @@ def runs_only(fresh, monkeypatch):
     ((2, 4, 20_000), (4, 5), dict(dilation=3, padding=6)),
 ], ids=["rows", "phases", "borders", "3-D", "one row of several pieces"])  # fmt: skip
 def test_gradients_by_runs(shape, kernel, settings, dtypes, runs_only, monkeypatch):
-    """In one block, with all channels at a time, and in several, of parts of a run and of few channels."""
+    """Results are exact in one block of all channels, and in several blocks of parts of a run and few channels."""
     of_x, of_grad = dtypes.split()
     random = np.random.default_rng(1)
     x = random.integers(-4, 5, shape).astype(of_x)
@@ -479,7 +479,7 @@ def test_gradients_by_runs(shape, kernel, settings, dtypes, runs_only, monkeypat
 
 
 def test_an_infinity_between_rows_is_in_no_sum(runs_only):
-    """The last element of a row times the zero behind the gradient's row before: the first tap does not read it."""
+    """A run multiplies a row's last element by the zero behind the gradient's row before; the first tap ignores it."""
     x, grad = np.ones((1, 2, 6, 9), np.float32), np.ones((1, 2, 6, 9), np.float32)
     x[0, 1, 2, 8] = np.inf
     result = cupyconv.conv_grad_weight(grad, x, 3, padding=1, groups=2)
@@ -490,7 +490,7 @@ def test_an_infinity_between_rows_is_in_no_sum(runs_only):
 
 
 def test_what_is_summed_again_is_not_finite_alone(runs_only):
-    """The other channel's sums keep every bit; of the same channel those that read no NaN are its own."""
+    """The other channel's sums keep every bit; in the same channel, sums that read no NaN keep their values."""
     x, grad = np.random.default_rng(0).standard_normal((2, 1, 2, 64, 64)).astype(np.float32)
     x[0, 1, 5, 63] = 0
     finite = cupyconv.conv_grad_weight(grad, x, 3, padding=1, groups=2)
@@ -513,7 +513,7 @@ def test_small_kernels_at_stride_1_have_runs():
 
 
 def test_which_gradients_are_by_strips():
-    """Not those of rows so short that products with zeros, and calls, take longer."""
+    """Strips are not used for rows so short that products with zeros, and calls, take longer."""
 
     def step(size, kernel, **settings):
         x = np.ones((1, 64, *size), np.float32)
@@ -529,7 +529,7 @@ def test_which_gradients_are_by_strips():
 
 @pytest.mark.parametrize("size, kernel, dilation", [((3000, 3000), (3, 3), 1000), ((1 << 22,), (2,), 1 << 21)])
 def test_taps_as_far_apart_as_the_image_is_large_keep_within_the_default_limit(size, kernel, dilation):
-    """It was refused: the smallest block's windows span all of an image that passes the limit."""
+    """This was once refused, because the smallest block's windows span the whole image, which exceeds the limit."""
     rng = np.random.default_rng(0)
     x = rng.integers(-2, 3, (1, 2, *size)).astype(np.float32)
     w = rng.integers(-2, 3, (2, 1, *kernel)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The kernel of depthwise transposed convolutions at stride 2: every variant against the oracle, and on every edge."""
+"""The kernel of depthwise transposed convolutions at stride 2: every variant and every edge against the oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launches(plan):
 
 
 def transposed(target, xs, weight, bias=None, layout="c_order", **settings):
-    """By the kernel, in one launch, of views of this layout; of few elements too, for which the general kernel is as good."""
+    """Run the kernel in one launch on arrays in this layout, even if the general kernel is as good for small arrays."""
     arrays = [with_layout(x, layout, target.to_device, target.xp) for x in xs]
     call = (arrays, target.to_device(weight), None if bias is None else target.to_device(bias))
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def transposed(target, xs, weight, bias=None, layout="c_order", **settings):
 @pytest.mark.parametrize("layout", ["c_order", "channels_last"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(variant.values()))
 def test_every_variant(cuda, variant, layout):
-    """Both phases above and to the left, two inputs, two outputs a group, bias and activation: integers exactly, else closely."""
+    """Both phases at top and left, two inputs, two channels per group, an epilogue: exact with integers, else close."""
     size, dtype = int(variant["KERNEL"]), variant["DTYPE"]
     for padding, integer in (((1, 0), True), ((0, 1), True), ((1, 1), False)):
         window = dict(stride=2, padding=padding, output_padding=1, groups=3)
@@ -63,7 +63,7 @@ def test_every_variant(cuda, variant, layout):
 @pytest.mark.parametrize("padding", [0, 1, 2])
 @pytest.mark.parametrize("size", [(2, 2), (1, 9), (9, 2), (16, 3), (17, 40)])
 def test_strips_that_begin_and_end_outside(cuda, size, padding):
-    """Results of some strips, of a part of one, and of one row; their channels more than a warp has lanes."""
+    """Results have several strips, part of a strip, or one row; they have more channels than a warp has lanes."""
     weight = drawn((40, 1, 5, 5), "float32", 1)
     for layout in ("c_order", "channels_last"):
         x = drawn((1, 40, *size), "float32", 2)
@@ -73,7 +73,7 @@ def test_strips_that_begin_and_end_outside(cuda, size, padding):
 
 
 def test_gradients_of_several_inputs_of_groups(cuda):
-    """A launch for each, of the channels that are its own: they end within a group."""
+    """Each input has a launch for its own channels, which end within a group."""
     shapes = [(2, 3, 13, 12), (2, 5, 13, 12)]
     grad, weight = drawn((2, 12, 7, 6), "float32", 0), drawn((12, 2, 3, 3), "float32", 1)
     window = dict(stride=2, padding=1, groups=4)
@@ -87,7 +87,7 @@ def test_gradients_of_several_inputs_of_groups(cuda):
 
 
 def test_a_plane_of_three_axes_that_padding_cuts(cuda):
-    """Along d windows have one tap and stride 1: a result's first and last planes may have been cut off."""
+    """Along d, windows have one tap and stride 1; padding cuts off the first and last planes of the result."""
     x, weight = drawn((2, 3, 4, 3, 5), "float32", 0), drawn((3, 1, 1, 3, 3), "float32", 1)
     settings = dict(stride=(1, 2, 2), padding=(1, 1, 0), groups=3)
     actual = transposed(cuda, [x], weight, **settings)
@@ -98,7 +98,7 @@ def test_a_plane_of_three_axes_that_padding_cuts(cuda):
 def test_what_is_not_finite_reaches_what_it_is_multiplied_with(cuda):
     """Elements that windows miss are not multiplied by zeros: an infinite tap leaves them finite."""
     x, weight = drawn((1, 2, 5, 5), "float32", 0), drawn((2, 1, 3, 3), "float32", 1)
-    x[x == 0] = 1  # which times infinity is no number either
+    x[x == 0] = 1  # zero times infinity is NaN too
     x[0, 0, 2, 2], weight[0, 0, 0, 1], weight[1, 0, 2, 2] = np.inf, np.inf, np.nan
     settings = dict(stride=2, output_padding=1, groups=2)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""The kernel for the gradient of depthwise weights: every variant against the oracle, in parts and on every edge."""
+"""The kernel for the gradient of depthwise weights: every variant against the oracle, in parts and at every edge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Small images are cut into parts too; plans are made anew, and forgotten."""
+    """Cut small images into parts too; forget cached calls before and after each test."""
     monkeypatch.setattr(planning, "SMALLEST_SHARE", 1)
     forget_calls()
     yield
@@ -28,7 +28,7 @@ def fresh(monkeypatch):
 
 
 def gradient(target, grad, xs, kernel, layout, groups, **window):
-    """By the kernel, of views of this layout; and its plan."""
+    """Return the kernel's result for arrays in this layout, and the number of parts."""
     arrays = [with_layout(array, layout, target.to_device, target.xp) for array in (grad, *xs)]
     call = (arrays[0], arrays[1:], kernel)
     settings = dict(window, groups=groups, method="direct")
@@ -47,7 +47,7 @@ def drawn(shape, dtype, seed, integer):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(variant.values()))
 @pytest.mark.parametrize("layout", ["c_order", "channels_last"])
 def test_every_variant(cuda, variant, layout):
-    """Several inputs, several outputs a channel, strips that end outside: integers exactly, random data closely."""
+    """Several inputs, several outputs per channel, strips that end outside: exact with integers, else close."""
     kernel, stride, dtype = int(variant["KERNEL"]), int(variant["STRIDE"]), variant["DTYPE"]
     mode = "constant" if layout == "c_order" else "reflect"
     window = {"padding": ((2, 1), (1, 2)), "stride": (stride, 1), "padding_mode": mode}
@@ -69,7 +69,7 @@ def test_every_variant(cuda, variant, layout):
 
 @pytest.mark.parametrize("layout", ["c_order", "channels_last"])
 def test_parts_and_non_finite_values(cuda, layout):
-    """Many blocks share the sums; what is not finite stays with the taps that meet it, also in a strip's tail."""
+    """Many blocks share the sums; non-finite values reach only the taps that read them, also in the tail of a strip."""
     x, grad = drawn((3, 40, 21, 34), "float32", 0, True), drawn((3, 40, 21, 34), "float32", 1, True)
     expected = reference_gradients.conv_grad_weight(grad.astype(float), x.astype(float), (3, 3), groups=40, padding=1)
     actual, parts = gradient(cuda, grad, [x], (3, 3), layout, 40, padding=1)

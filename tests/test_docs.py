@@ -1,4 +1,4 @@
-"""The pages of docs/: every example runs and prints what it shows, every function is there, nothing comes from elsewhere."""
+"""The pages of docs/: examples print what they show, each function is there, nothing comes from other hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
 def examples(page: str) -> list[tuple[str, str, int]]:
-    """The blocks of a page: language, text, and the line where it begins."""
+    """Return the blocks of a page: language, text, and the line where the text begins."""
     text = (DOCS / page).read_text("utf-8")
     return [
         (found[2], re.sub(rf"^{found[1]}", "", found[3], flags=re.MULTILINE), text[: found.start(3)].count("\n"))
@@ -38,14 +38,14 @@ def examples(page: str) -> list[tuple[str, str, int]]:
 
 
 def needed(page: str) -> list[str]:
-    """What must be there for a page's examples, by its first lines: ``needs: [torch]``; ``gpu`` is a GPU with CuPy."""
+    """Return what a page's examples need, from its first lines: ``needs: [torch]``; ``gpu`` is a GPU with CuPy."""
     first = re.match(r"---\n(.*?)---\n", (DOCS / page).read_text("utf-8"), re.DOTALL)
     line = re.search(r"^needs: \[(.*)\]$", first[1], re.MULTILINE) if first else None
     return line[1].split(", ") if line else []
 
 
 def run_page(page: str) -> dict[str, Any]:
-    """Run a page's examples one after another, as a reader would type them; the names that are there at the end."""
+    """Run a page's examples one after another, as a reader would type them; return the names that they define."""
     for module in needed(page):
         if module == "gpu":
             gpu_target()
@@ -59,7 +59,7 @@ def run_page(page: str) -> dict[str, Any]:
             exec(compile("\n" * line + text, page, "exec"), namespace)
             continue
         test = doctest.DocTestParser().get_doctest(text, namespace, page, page, line)
-        test.globs = namespace  # not a copy: the next block goes on
+        test.globs = namespace  # not a copy: the next block continues
         runner.run(test, out=told.append, clear_globs=False)
     assert runner.summarize(verbose=False).failed == 0, "".join(told)
     return namespace
@@ -82,7 +82,7 @@ def test_a_wrong_example_is_seen(tmp_path, monkeypatch):
 
 
 def test_most_pages_have_examples():
-    """The reference has its docstrings', the speed pages their tables."""
+    """Tutorials and how-to pages have examples; the reference shows those of docstrings, speed pages show tables."""
     taught = [page for page in PAGES if page.startswith(("tutorial/", "how-to/")) and not page.endswith("to/index.md")]
     assert [page for page in taught if not examples(page)] == []
 
@@ -135,7 +135,7 @@ def test_pictures_are_small_and_shown():
 
 
 def test_drawings_carry_the_style_that_they_share():
-    """They are pictures of their own, which a code host shows as well as the site."""
+    """Each drawing is complete by itself, so that a code host shows it as well as the site."""
     styled = runpy.run_path(str(DOCS / "drawings.py"))["styled"]
     for path in DOCS.rglob("drawings/*.svg"):
         drawing = path.read_text("utf-8")
@@ -145,7 +145,7 @@ def test_drawings_carry_the_style_that_they_share():
 
 
 def test_what_pages_show_stands_in_them():
-    """No page is put together only by the site, but the changelog; a picture has lines of its own, as plain Markdown has it."""
+    """Only the changelog page is assembled by the site; a picture has its own line, as in plain Markdown."""
     for page in PAGES:
         text = (DOCS / page).read_text("utf-8")
         assert "--8<--" not in text or page == "reference/changelog.md", page
@@ -154,7 +154,7 @@ def test_what_pages_show_stands_in_them():
 
 
 class Loaded(HTMLParser):
-    """What a browser fetches for a page: not where its links lead."""
+    """Collects the addresses that a browser loads for a page, but not the targets of links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def is_elsewhere(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from these files; a warning is an error."""
+    """Build the site from these files; a warning is an error."""
     for module in ("material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
             pytest.skip("mkdocs is not installed: the extra `docs`")
@@ -208,7 +208,7 @@ def test_nothing_is_loaded_from_other_hosts(site):
 
 
 def test_the_reference_shows_docstrings_as_they_are_meant(site):
-    """Entries under their names, tables as tables; `**foreign` is in no signature."""
+    """Entries appear under their names, and tables as tables; no signature shows `**foreign`."""
     pages = {path.stem: path.read_text("utf-8") for path in (site / "reference").glob("*.html")}
     assert (
         'id="cupyconv.conv"' in pages["convolution"] and "<dt><code>weight</code> : array</dt>" in pages["convolution"]

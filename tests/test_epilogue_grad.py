@@ -1,7 +1,7 @@
-"""The way back through an epilogue, by itself: derivatives, sums of channels, layouts, determinism, the plan.
+"""The gradient of an epilogue by itself: derivatives, sums per channel, layouts, determinism, the plan.
 
-The derivatives are held against central differences of the oracle's activations, in float64, so that no second
-list of formulas can share a mistake with the first.
+The derivatives are compared with central differences of the oracle's activations in float64, so that no second list of
+formulas can share a mistake with the first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DTYPES = [np.dtype(dtype) for dtype in ("float16", ml_dtypes.bfloat16, "float32"
 LAYOUTS = ["c_order", "channels_last", "stepped"]
 
 STEP = 1e-6
-#: Where functions bend; differences across a bend say nothing.
+#: Points where functions have a kink; differences across a kink are meaningless.
 BENDS = (-4.5, -3.0, -2.5, -1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 6.0)
 
 
 def epilogue_grad(grad, saved=None, **settings):
-    """The call that pullbacks make."""
+    """Call the operation as pullbacks do."""
     return EPILOGUE_GRADIENT(arguments(grad, saved, **settings))
 
 
@@ -46,7 +46,7 @@ def arguments(grad, saved=None, **settings):
 
 
 def saved_for(specification, v):
-    """What a forward pass keeps for an activation of `v`."""
+    """Return the array that a forward pass saves for an activation of `v`."""
     return reference.activation(specification, v) if derivative_from_result(resolve_activation(specification)) else v
 
 
@@ -78,7 +78,7 @@ def test_derivatives_are_the_slopes(target, specification, dtype):
         target.to_device(np.ones((1, 1, v.size), dtype)), target.to_device(saved[None, None]),
         activation=specification, sums=False,
     )  # fmt: skip
-    # What was rounded of sigmoid and tanh is the result; 1 - s loses the digits of s; differences are good to 1e-8.
+    # For sigmoid and tanh the saved result is rounded, and 1 - s loses digits of s.  Differences are accurate to 1e-8.
     rounding = 16 * float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(
         target.to_host(actual)[0, 0].astype(np.float64), slope, rtol=rounding, atol=max(rounding, 3e-8)
@@ -98,7 +98,7 @@ def test_where_they_bend_and_far_out(target, specification, at, slope):
 
 @pytest.mark.grid(layout=LAYOUTS, saved_layout=LAYOUTS, dtype=["float16", "float32", "float64"])
 def test_both_results_in_every_layout(target, layout, saved_layout, dtype):
-    """Integers, so that the sums are exact in any order; more pixels than a block has threads."""
+    """Integers have exact sums in any order; some images have more pixels than a block has threads."""
     rng = np.random.default_rng(0)
     for shape in ((3, 40, 5, 8), (2, 3, 700), (1, 1, 3), (5, 64, 4, 4, 4)):
         grad, saved = (rng.integers(-3, 4, shape).astype(dtype) for _ in range(2))
@@ -166,7 +166,7 @@ def test_workspace_keeps_within_the_limit(target, limit):
     with cupyconv.options(workspace_limit=limit):
         checked = EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="tanh"))
         through, sums = checked.run()
-    if target.name != "numpy":  # there every method needs some
+    if target.name != "numpy":  # on NumPy every method needs some workspace
         assert checked.plan().workspace_bytes <= limit
     assert_exact(through, np.zeros(grad.shape), np.float32)
     assert_exact(sums, np.zeros(3), np.float32)

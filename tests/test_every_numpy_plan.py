@@ -1,8 +1,8 @@
-"""What is true of every plan on NumPy, of convolutions and their gradients by every way to run them, and of recurrent layers.
+"""Properties of every NumPy plan: convolutions and their gradients by every implementation, and recurrent layers.
 
-`test_every_plan.py` is the same for a GPU.  A plan keeps within its limit, and what fits a limit fits a larger one.  Its
-blocks are all of the result, each pixel once.  Whatever the way, the numbers are the same.  What "auto" takes is, by the
-model of prices, no dearer than any method by itself, and no way takes less time than its arithmetic, or far more.
+`test_every_plan.py` does the same for GPUs.  A plan stays within its limit, and a larger limit has a plan too.  Blocks
+cover each pixel of the result once.  All implementations compute the same numbers.  The estimated time of "auto" is at
+most that of any method, and no implementation's estimate is less than its arithmetic takes, or far more.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from cupyconv.problem.problems import HostModel, ProductsProblem
 from cupyconv.problem.recurrence import GATES, RecurrentProblem
 
 METHODS = ("winograd", "fft", "gemm", "direct")
-#: Bytes of workspace: from a few rows to more than any of these calls asks for.
+#: Smallest and largest limit in bytes: a few rows, and more than any of these calls needs.
 LEAST_LIMIT, MOST_LIMIT = 1 << 14, 1 << 25
 BACKEND = NumpyBackend()
-#: A function that makes an array of a shape, a dtype and an order in memory.
+#: A function that makes an array with a shape, a dtype and a memory order.
 Make = Callable[..., np.ndarray]
 
 # --- any problem ----------------------------------------------------------------------------------------------
 
 
 def about(random: Random, least: int, most: int) -> int:
-    """A number, small ones as likely as large ones."""
+    """Return a random number; its logarithm is uniform, so that small ones are as likely as large ones."""
     return round(exp(random.uniform(log(least), log(max(least, most)))))
 
 
 def any_conv(random: Random, make: Make, scale: int, times: int = 1) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A function, its arguments and settings: images of about `scale` pixels along an axis of two, `times` as many samples."""
+    """Return `conv`, random arguments and settings: 2-D sizes are up to about `scale`; `times` multiplies samples."""
     rank = random.choice((1, 2, 2, 3))
     is_depthwise = random.random() < 0.25
     groups = about(random, 1, scale // 2) if is_depthwise else random.choice((1, 1, 2, 6))
@@ -131,7 +131,7 @@ ANY: dict[str, Callable[..., Any]] = {
 
 
 def problem_of(name: str, random: Random, threads: int = 0, times: int = 1) -> tuple[ProductsProblem, int]:
-    """Any problem of an operation under any limit, and the bytes of what is copied whole, which may come on top of that."""
+    """Return a random problem with a random limit, and the bytes of whole copies, which may exceed the limit."""
     function, arguments, settings = ANY[name](random, array, random.choice((20, 60, 200)), times)
     limit = about(random, LEAST_LIMIT, MOST_LIMIT)
     threads = threads or random.choice((1, 2, 3))
@@ -142,12 +142,12 @@ def problem_of(name: str, random: Random, threads: int = 0, times: int = 1) -> t
     if name == "conv_grad_weight":  # the sums of an output of each group
         return problem, geometry.groups * geometry.reduction * item
     if name == "conv_grad_input" and problem.weight.itemsize < item:
-        item += problem.weight.itemsize  # turned as it is, then widened
+        item += problem.weight.itemsize  # reordered in its own dtype, then widened
     return problem, geometry.out_channels * geometry.reduction * item * (1 + problem.factor_alone_is_complex)
 
 
 def planned(problem: ProductsProblem, method: str = "auto", limit: int = 0) -> Plan | None:
-    """The plan; None where there is none."""
+    """Return the plan, or None if there is none."""
     try:
         return BACKEND.plan(replace(problem, method=method, workspace_limit=limit or problem.workspace_limit))
     except ValueError as refusal:
@@ -156,7 +156,7 @@ def planned(problem: ProductsProblem, method: str = "auto", limit: int = 0) -> P
 
 
 def loops_of(plan: Plan) -> Iterator[BlockLoop]:
-    """All loops over blocks, those within others too."""
+    """Yield all loops over blocks, also those inside other steps."""
     waiting: list[Any] = list(plan.steps)
     for step in waiting:
         waiting += getattr(step, "loops", None) if isinstance(getattr(step, "loops", None), tuple) else ()
@@ -169,7 +169,7 @@ def seconds(plan: Plan) -> float:
     return sum(step.seconds for step in plan.steps)  # type: ignore[attr-defined]
 
 
-# --- what is true of their plans ------------------------------------------------------------------------------
+# --- properties of plans --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ANY)
@@ -177,7 +177,7 @@ def seconds(plan: Plan) -> float:
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
 def test_memory_keeps_within_the_limit_and_more_of_it_is_no_worse(method, name, seed):
-    """What is copied whole comes on top of a limit that it is more than half of."""
+    """Whole copies larger than half of the limit are added to it."""
     problem, copied = problem_of(name, Random(seed))
     plan = planned(problem, method)
     if plan is None:
@@ -214,7 +214,7 @@ def test_auto_takes_least(name, seed):
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
 def test_of_as_many_threads_as_are_worth_it_those_are_taken_that_take_least(name, seed):
-    """Also where a way has room for its blocks on fewer threads only: it was left out where another had some on all."""
+    """Implementations that fit only on fewer threads are tried; they once were not if another one fitted on all."""
     problem, _ = problem_of(name, Random(seed), threads=1)
     plan = planned(replace(problem, machine=HostModel(4, most=4)))
     fixed = [planned(replace(problem, machine=HostModel(threads))) for threads in (1, 2, 4)]
@@ -223,7 +223,7 @@ def test_of_as_many_threads_as_are_worth_it_those_are_taken_that_take_least(name
 
 
 def test_a_way_with_room_on_fewer_threads_only_is_tried_on_these():
-    """A depthwise gradient took seven times as long."""
+    """Without this, a depthwise gradient took seven times as long."""
     x, grad = array(7, 81, 68, 14), array(7, 162, 71, 16)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (4, 3), padding="full", groups=81).problem
     problem = replace(problem, workspace_limit=420_000)
@@ -232,7 +232,7 @@ def test_a_way_with_room_on_fewer_threads_only_is_tried_on_these():
 
 
 def test_several_lines_of_a_gradient_by_transforms_keep_within_the_limit():
-    """Their spectra are added, which takes memory that one line does not."""
+    """Spectra of several lines are added, which needs memory that a single line does not."""
     settings = dict(padding=((2, 2), (0, 0), (1, 1)), padding_mode="edge", groups=3, method="fft")
     x, grad = array(2, 3, 10, 35, 3, order="last"), array(2, 6, 12, 35, 4)
     with cupyconv.options(workspace_limit=31_695, threads=1):
@@ -241,7 +241,7 @@ def test_several_lines_of_a_gradient_by_transforms_keep_within_the_limit():
 
 
 def test_a_kernel_of_more_taps_than_there_are_pixels_is_added_pixel_by_pixel():
-    """It was not tried: a call for every tap, which it does not make, would take longer than gathering."""
+    """Adding was once not tried: a call for every tap, which it does not make, would take longer than gathering."""
     weight, grad = array(2, 1, 3, 3, 3), array(1, 2, 1, 1, 3)
     with cupyconv.options(threads=1):
         plans = [
@@ -251,16 +251,16 @@ def test_a_kernel_of_more_taps_than_there_are_pixels_is_added_pixel_by_pixel():
     assert seconds(plans[0]) <= seconds(plans[1])
 
 
-# --- what is true of every way --------------------------------------------------------------------------------
+# --- properties of implementations -----------------------------------------------------------------------------
 
-#: The tables of methods of each operation; a gradient of the image has ways of a convolution too, which are its own there.
+#: The tables of methods of each operation.  An input gradient may also be gathered by a convolution's implementations.
 TABLES = {
     "conv": (convolution.METHODS, convolution.MERGING, convolution.GROUPED, depthwise.DEPTHWISE),
     "conv_grad_input": (transposed.METHODS,),
     "conv_transpose": (transposed.METHODS,),
     "conv_grad_weight": (weight_gradient.METHODS,),
 }
-#: Which inputs each table of a convolution is for.
+#: The problems that each table of a convolution is for.
 IS_FOR: list[Callable[[ProductsProblem], bool]] = [
     lambda problem: len(problem.xs) == problem.geometry.groups == 1,
     lambda problem: len(problem.xs) > 1 == problem.geometry.groups,
@@ -274,7 +274,7 @@ def ways_of(method: Method) -> tuple[type[BlockLoop], ...]:
 
 
 def ways_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
-    """All ways that apply, of all methods that do not refuse."""
+    """Yield all implementations that apply, of all methods that do not refuse the problem."""
     tables = TABLES[name]
     if name == "conv":
         tables = tuple(table for table, is_for in zip(tables, IS_FOR) if is_for(problem))
@@ -285,7 +285,7 @@ def ways_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
 
 
 def by_way(problem: ProductsProblem, way: type[BlockLoop]) -> Plan | None:
-    """The plan by this way alone; None where the limit has no room for its smallest block."""
+    """Return the plan with this implementation; None if its smallest block exceeds the limit."""
     try:
         return choose(replace(problem, method="way"), {"way": Method((way,))})
     except ValueError as refusal:
@@ -307,7 +307,7 @@ def integers(random: Random) -> Make:
 
 
 def call_into_any_array(name: str, random: Random, scale: int) -> tuple[CheckedCall, Callable[[], Any]]:
-    """A call of integers whose `out` lies anyhow, and the same without `out`."""
+    """Return a call with integers and an `out` of random layout, and the same call without `out`."""
     make = integers(random)
     function, arguments, settings = ANY[name](random, make, scale)
     (result,) = checked_call(function, *arguments, **settings).results
@@ -319,12 +319,12 @@ def call_into_any_array(name: str, random: Random, scale: int) -> tuple[CheckedC
 @share_of_examples(0.6)
 @given(st.integers(0, 10**9))
 def test_every_way_computes_the_same(name, seed):
-    """Within a small limit too, on threads; what does not apply is not asked."""
+    """All implementations that apply compute the same result, also within a small limit and on threads."""
     random = Random(seed)
     call, without_out = call_into_any_array(name, random, 10)
     out = call.arrays["out"]
     problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))))
-    expected = np.asarray(without_out())  # which others hold to the oracle
+    expected = np.asarray(without_out())  # other tests compare it with the oracle
     atol = {"float16": 1e-3, "float64": 1e-12}.get(str(out.dtype), 1e-5) * np.abs(expected).max(initial=1)
     for way in ways_for(name, problem):
         plan = by_way(replace(problem, workspace_limit=random.choice((None, about(random, 1 << 13, 1 << 17)))), way)
@@ -339,7 +339,7 @@ def test_every_way_computes_the_same(name, seed):
 @pytest.mark.parametrize("of", ["plain", "groups", "depthwise", "one tap", "many samples", "a long line", "complex"])
 @pytest.mark.parametrize("name", ["conv_grad_weight", "conv_grad_input"])
 def test_blocks_of_a_gradient_are_added_up(name, of):
-    """Of every way, within the least of some limits that has room for it."""
+    """Every implementation runs within the smallest of several limits that fits it, some in several blocks."""
     rng = np.random.default_rng(0)
     call = large(name, LARGE[of], lambda *shape, dtype="float32", order="C": rng.integers(-1, 2, shape).astype(dtype))
     (result,) = call.results
@@ -440,23 +440,23 @@ def test_inputs_are_columns_where_they_are_matrices_of_whole_groups(groups, seve
         np.testing.assert_allclose(out[:, :, 0, 0], expected, rtol=1e-5, err_msg=way.__name__)
 
 
-#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python; those of a call, of each loop after
-#: the first, of each turn, and of each tap where it reads a border.
+#: Bytes that no plan counts, of Python objects such as views and blocks: per call, per loop after the first, per turn,
+#: and per tap if it reads a border.
 OBJECTS, OF_A_LOOP, OF_A_TURN, OF_A_BORDER = 25_000, 10_000, 250, 10_000
-#: Ways with so many of these objects that nothing can be said of so small arrays, or with loops of NumPy's that have buffers.
+#: Implementations with too many of these objects to measure small arrays, or with NumPy loops that have buffers.
 NOT_OF_ANY_SIZE = (depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps)
 NOT_MEASURED = (ScatteredLoop, *NOT_OF_ANY_SIZE)
-#: Ways that take no memory but for a few epilogues and shapes, and count it where these may be.
+#: Implementations that need memory only for a few epilogues and shapes, and count it if these may occur.
 IN_PLACE = (View, weight_gradient.GradientView)
-#: How much more a plan may count than is taken: for a product of more taps, or of a larger block, than there are.
+#: Factor by which a plan may count more memory than is used: for a product of more taps, or a larger block, than exist.
 FAR_MORE = 12
 
 
 def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that a plan's run takes at its peak, after the first, and the most of them that no plan counts."""
+    """Return the peak memory of a plan's run after the first one, and the most bytes of it that no plan counts."""
     with BACKEND.current():
         run = partial(BACKEND.prepare(plan), arrays)
-        run()  # sets up what all runs share, and what regions are read
+        run()  # sets up what all runs share, and the regions that are read
         for memory in (MEMORY, *map(kept_scratch, map(np.dtype, ("float32", "float64", "complex64", "complex128")))):
             memory._give_back()
         peak = peak_bytes(run)
@@ -472,7 +472,7 @@ def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
 def test_every_way_takes_the_memory_that_it_says(name, small_buffers, seed):
-    """No more, and not far less: what is counted and not taken makes blocks smaller than they may be."""
+    """A run needs no more than planned, and not far less: memory that is counted but unused makes blocks too small."""
     random = Random(seed)
     call, _ = call_into_any_array(name, random, 60)
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 22))
@@ -481,7 +481,7 @@ def test_every_way_takes_the_memory_that_it_says(name, small_buffers, seed):
         if plan := by_way(problem, way):
             peak, objects = taken(plan, call.arrays)
             assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
-            # A lone product has its memory since the first run.
+            # A lone product keeps its memory from the first run.
             if not issubclass(way, IN_PLACE) and not any(getattr(loop, "lone", None) for loop in loops_of(plan)):
                 assert peak + OBJECTS >= plan.workspace_bytes // FAR_MORE, (peak, way, plan)
 
@@ -491,7 +491,7 @@ def ones(*shape: int, dtype: str = "float32", order: str = "C") -> np.ndarray:
     return np.moveaxis(np.moveaxis(values, 1, -1).copy(), -1, 1) if order == "last" else values
 
 
-#: A way, and a call of which it took far more than it said, or would if it did not count what is named.
+#: An implementation, and a call that needed far more memory than planned, or would if the plan left out what is named.
 NOT_COUNTED = {
     "a weight in the order of its taps, which is transformed": (
         "Winograd", cupyconv.conv, (ones(5, 17, 8, 14, 3), ones(42, 17, 3, 3, 3)), {},
@@ -572,7 +572,7 @@ def test_what_took_more_memory_than_it_said(name, small_buffers):
 
 @pytest.mark.parametrize("way, side", [(transposed.ScatteredTaps, 8), (transposed.ScatteredColumns, 24)])
 def test_products_with_both_parts_of_a_complex_weight_count(way, side, small_buffers):
-    """Of taps that share a product too, and the weight in their order."""
+    """Products are counted for taps that share a product too, as is the weight in the order of taps."""
     x, weight = ones(1, 256, side, side), ones(256, 64, 5, 5, dtype="complex64")
     call = checked_call(cupyconv.conv_transpose, x, weight)
     (result,) = call.results
@@ -610,7 +610,7 @@ WIDE_BORDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...],
 @pytest.mark.parametrize("way", [transposed.ScatteredTaps, transposed.ScatteredColumns])
 @pytest.mark.parametrize("limit", [1 << 19, 1 << 22])
 def test_what_a_wide_border_is_added_to_counts(limit, way, name, small_buffers):
-    """What stands for elements far apart is brought together, with all between; a short run spans less of them."""
+    """The buffer for a border spans all elements that the border refers to; the border of a short run spans fewer."""
     grad, weight, x, settings = WIDE_BORDERS[name]
     call = checked_call(cupyconv.conv_grad_input, ones(*grad), ones(*weight), x, **settings, padding_mode="wrap")
     plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=limit), way)  # type: ignore[type-var]
@@ -622,7 +622,7 @@ def test_what_a_wide_border_is_added_to_counts(limit, way, name, small_buffers):
 @pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_grad_weight])
 @pytest.mark.parametrize("taps", [60, 100])
 def test_of_a_wide_border_there_are_the_indices_of_one_tap_at_a_time(taps, function, small_buffers):
-    """Those of all took 25 MB, where a plan said 2.6."""
+    """Indices of all taps once needed 25 MB, while the plan stated 2.6 MB."""
     size, pad = 20_000, 15_000
     x, weight, grad = ones(1, 2, size), ones(1, 2, taps), ones(1, 1, size + 2 * pad - taps + 1)
     arguments: Any = (x, weight) if function is cupyconv.conv else (grad, x, (taps,))
@@ -636,7 +636,7 @@ def test_of_a_wide_border_there_are_the_indices_of_one_tap_at_a_time(taps, funct
 
 #: Shapes of x and of the weight of a convolution, and settings.
 Call = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
-#: Those of so large arrays that objects of Python are little beside them.
+#: Calls with arrays so large that Python objects are small compared with them.
 LARGE: dict[str, Call] = {
     "plain": ((2, 32, 40, 40), (48, 32, 3, 3), {}),
     "float16, that ends": ((2, 32, 40, 40), (48, 32, 3, 3), {"dtype": "float16", "activation": "gelu"}),
@@ -659,14 +659,14 @@ LARGE: dict[str, Call] = {
     "complex times real": ((2, 32, 30, 30), (48, 32, 3, 3), {"dtype": "complex64", "dtype_of_weight": "float32"}),
     "real times complex": ((2, 32, 30, 30), (48, 32, 3, 3), {"dtype_of_weight": "complex64"}),
 }  # fmt: skip
-#: Those within a small limit.
+#: The calls that run within a small limit.
 WITHIN_LITTLE = "depthwise", "channels last", "groups", "one tap, float16", "complex", "a border", "float16, that ends"
-#: What each way takes of them at the least, of what it counts.
+#: Smallest share of the counted memory that each implementation uses for these calls.
 LEAST_TAKEN = 1 / 3
 
 
 def large(name: str, of: Call, ones: Make = ones) -> CheckedCall:
-    """The call of an operation."""
+    """Return the call of an operation for these shapes and settings."""
     size, of_weight, settings = of
     settings = dict(settings)
     dtype, order = settings.pop("dtype", "float32"), settings.pop("order", "C")
@@ -694,13 +694,13 @@ def large(name: str, of: Call, ones: Make = ones) -> CheckedCall:
 @pytest.mark.parametrize("of", LARGE)
 @pytest.mark.parametrize("name", [*ANY, "conv_transpose"])
 def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small_buffers):
-    """Of which none is lost among objects of Python; gradients of the image too."""
+    """Large arrays are not hidden by Python objects; input gradients are measured too."""
     call, limit = large(name, LARGE[of]), 1_000_000 if of in WITHIN_LITTLE else 8_000_000
     (result,) = call.results
     arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=limit)
     plans = [by_way(problem, way) for way in ways_for(name, problem)]
-    if name == "conv_grad_input":  # gathered, by a convolution's ways
+    if name == "conv_grad_input":  # gathered, by a convolution's implementations
         plans += [planned(problem, method) for method in METHODS]
     for plan in filter(None, plans):
         loops = [*loops_of(plan)]
@@ -715,7 +715,7 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
 @pytest.mark.parametrize("groups", [1, 2, 32])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_way_ends_with_bias_residual_and_activation(dtype, groups):
-    """The residual rounded to the result's dtype first, as an argument of that dtype would have been."""
+    """The residual is first rounded to the result's dtype, as if it were given in that dtype."""
     rng = np.random.default_rng(0)
     x, weight = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((2, 32, 12, 40), (32, 32 // groups, 3, 3)))
     bias, plain = np.arange(-16, 16).astype(dtype), cupyconv.conv(x, weight, groups=groups)
@@ -746,7 +746,7 @@ def test_what_is_made_of_a_constant_weight_has_the_groups_of_its_call():
 
 
 def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Plan]:
-    """The least limit under which a way has a plan, and that."""
+    """Return the smallest limit for which an implementation has a plan, and this plan."""
     too_little, enough, best = 0, 1 << 26, None
     while enough - too_little > 1:
         limit = (too_little + enough) // 2
@@ -763,7 +763,7 @@ def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Pl
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("way", [Columns, TapByTap, View])
 def test_the_least_limit_is_what_the_smallest_block_takes(way, threads, mode):
-    """To the byte, so that what is counted and what has room are the same: what a weight is widened to and a border's indices too."""
+    """Counted and available memory agree up to alignment, also for a widened weight and for a border's indices."""
     for outputs in range(1, 5):
         x, weight = array(1, 3, 4000, dtype="float16"), array(outputs, 3, 1 if way is View else 5, dtype="float16")
         padding = 0 if way is View else 1500
@@ -785,7 +785,7 @@ def test_runs_are_of_as_few_groups_as_there_is_room_for():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_by_what_a_plan_says_it_takes_memory_of_a_gradient_is_kept_or_not(threads):
-    """The product too that a lone block writes where the sums are."""
+    """The bytes that decide this include the product that a lone block writes to the place of the sums."""
     seen = 0
     for of in LARGE.values():
         problem: Any = large("conv_grad_weight", of, array).problem
@@ -799,7 +799,7 @@ def test_by_what_a_plan_says_it_takes_memory_of_a_gradient_is_kept_or_not(thread
 
 
 def test_at_the_least_channels_are_taken_one_by_one():
-    """One row of the gradient too is more than what is aimed at then."""
+    """Even one row of the gradient exceeds the target size then."""
     grad, x = array(1, 8, 4, 2000), array(1, 64, 6, 2002)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3)).problem
     _, plan = least_limit(replace(problem, machine=HostModel(1)), GradientChannels)
@@ -809,7 +809,7 @@ def test_at_the_least_channels_are_taken_one_by_one():
 
 @pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels, transposed.ScatteredColumns])
 def test_indices_of_a_border_count_as_what_they_take(way):
-    """Eight bytes for each element of a row that is read; elements that are no indices take the same."""
+    """Indices need eight bytes per element of a row that is read; other memory is the same in both modes."""
     x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
     for mode in ("constant", "wrap"):
         border: Any = dict(padding=9_000, padding_mode=mode)
@@ -850,16 +850,16 @@ def test_no_more_threads_than_there_are_nor_than_have_what_each_needs(threads, l
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ["conv_grad_weight", "conv_grad_input", "conv_transpose"])
 def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
-    """And under the least limit that has room for it a gradient's way keeps within that: sizes that are no whole lines too."""
+    """A gradient stays within even the smallest limit that fits it, also for sizes that are not whole lines."""
     call = large(name, ((2, 9, 11, 13), (7, 9, 3, 3), {"dtype": "float16"}))
     problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=1)
     for way in ways_for(name, problem):
         with pytest.raises(ValueError, match="workspace") as refusal:
             choose(replace(problem, method="way"), {"way": Method((way,))})
-        if "spectra" in str(refusal.value):  # they say no number
+        if "spectra" in str(refusal.value):  # these refusals name no number
             continue
         needed = int(str(refusal.value).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
-        # Not twice: with more room pieces are larger too.
+        # Twice may not be enough: with more memory, pieces are larger too.
         assert needed > 1 and by_way(replace(problem, workspace_limit=3 * needed), way), way
         limit, plan = least_limit(problem, way)
         copied = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("weight", 0)
@@ -870,7 +870,7 @@ def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
 @pytest.mark.parametrize("way", [Columns, TapByTap])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(way, dtype):
-    """Which has as much room again beside the limit; a refusal speaks of the limit alone."""
+    """The copy may use as much memory again in addition to the limit; a refusal names only the limit."""
     x, weight = array(1, 64, 30, 30, dtype=dtype), array(300, 64, 3, 3, dtype=dtype, order="last")
     problem: Any = checked_call(cupyconv.conv, x, weight).problem
     problem = replace(problem, machine=HostModel(1), workspace_limit=1000)
@@ -881,7 +881,7 @@ def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(way, 
 
 @pytest.mark.parametrize("side, divided", [(7, 2), (14, 2), (28, 1)])
 def test_one_product_of_few_pixels_that_ends_is_divided_by_blas(side, divided, monkeypatch):
-    """By ourselves it would read all of the weight twice; sums of a larger image would leave the cache before they end."""
+    """Our threads would read the weight twice; a larger image's sums would leave the cache before the epilogue."""
     monkeypatch.setattr("cupyconv.numpy.threads.BLAS", SimpleNamespace(threads=2))
     problem: Any = checked_call(cupyconv.conv, array(1, 64, side, side), array(64, 64, 1, 1), activation="relu").problem
     (loop,) = by_way(replace(problem, machine=HostModel(2)), View).steps  # type: ignore[union-attr]
@@ -931,7 +931,7 @@ def test_products_are_scattered_pixel_by_pixel_in_three_dimensions_and_of_inputs
 @pytest.mark.parametrize("side, is_kept", [(8, True), (800, False)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_of_a_weight_that_never_changes_what_is_made_is_kept_and_counted_once(dtype, side, is_kept):
-    """With what a call keeps or with its workspace; where nothing is made of it, with neither."""
+    """The arranged weight counts as cached memory or as workspace, and as neither if none is needed."""
     problem: Any = checked_call(
         cupyconv.conv, array(1, side, 9, 9, dtype=dtype), array(side, side, 3, 3, dtype=dtype)
     ).problem
@@ -958,7 +958,7 @@ def test_a_part_that_has_no_plan_like_another_has_one_of_its_own():
 
 
 def test_only_for_several_threads_the_libraries_of_blas_are_looked_for():
-    """A plan depends on their threads from then on."""
+    """From then on, plans depend on the number of BLAS's threads."""
     problem = checked_call(cupyconv.conv, array(1, 4, 9, 9), array(4, 4, 3, 3)).problem
     for threads in (1, 2):
         backend = NumpyBackend()
@@ -999,7 +999,7 @@ def test_blocks_are_all_of_the_result_each_pixel_once(name, seed):
 def sums_of(
     grad: np.ndarray, x: np.ndarray, kernel: tuple[int, ...], *, threads: int = 1, limit: int = 1 << 20, out: Any = None
 ) -> Iterator[tuple[ProductsProblem, Plan | None]]:
-    """A weight's gradient by each way that is a sum over blocks."""
+    """Yield the plan of a weight gradient by each implementation that sums over blocks."""
     call = checked_call(cupyconv.conv_grad_weight, grad, x, kernel, out=out)
     problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=limit)
     for way in ways_for("conv_grad_weight", problem):
@@ -1008,7 +1008,7 @@ def sums_of(
 
 
 def test_sums_beside_a_result_are_those_of_outputs_that_have_room():
-    """At least of one, which may come on top of the limit; where the result lies in order it is the sums, all at once."""
+    """At least one output's sums are needed, even beyond the limit; a result in C order holds all sums itself."""
     grad, x, apart = array(1, 4, 201), array(1, 16, 300), np.empty((4, 16, 200), np.float32)[..., ::2]
     seen = 0
     for limit in range(2_000, 20_000, 1_000):
@@ -1025,7 +1025,7 @@ def test_sums_beside_a_result_are_those_of_outputs_that_have_room():
 
 
 def test_blocks_of_few_bytes_a_pixel_keep_within_the_limit():
-    """Where each piece of memory begins counts too."""
+    """The alignment of each piece of memory counts too."""
     for limit in range(8_000, 16_000, 370):
         for _, plan in sums_of(array(1, 1, 3998), array(1, 1, 4000), (3,), limit=limit):
             assert plan is None or plan.workspace_bytes <= limit
@@ -1062,7 +1062,7 @@ def test_threads_have_as_many_blocks_of_a_sum(threads, monkeypatch):
 
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 3)])
 def test_a_gradient_is_copied_where_its_pixels_are_not_in_the_order_of_the_products(kernel, monkeypatch):
-    """And only there: what is copied, and what is counted as a copy, are the same."""
+    """A gradient is copied only then, and exactly the copies that are made are counted."""
     seen, own = [], WeightRun._grad
 
     def read(run: WeightRun, block: Any, part: int) -> np.ndarray:
@@ -1086,17 +1086,17 @@ def test_a_gradient_is_copied_where_its_pixels_are_not_in_the_order_of_the_produ
 
 @pytest.mark.parametrize("way", [weight_gradient.GradientMecProducts, GradientChannels])
 def test_a_gradient_of_large_samples_is_read_where_it_lies(way):
-    """Sample by sample, in the order of columns that taps share too."""
+    """The gradient is read sample by sample, also in the order of columns that taps share."""
     grad, x = array(2, 32, 58, 58), array(2, 32, 60, 60)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3), groups=4).problem
     (loop,) = by_way(replace(problem, machine=HostModel(1)), way).steps  # type: ignore[union-attr]
     assert loop.copied_bytes == 0 if isinstance(loop, GradientChannels) else loop.is_factor(loop.block)  # type: ignore[attr-defined]
 
 
-#: Seconds of a byte that has to be moved, of memory as fast as it comes; and how much less than all products and all bytes
-#: take, and more, by the model, any way takes.  A way of small parts, or one that is named where it does not suit, takes most.
+#: Seconds per byte that must be moved, with the fastest memory; and bounds of any estimate divided by the time of all
+#: products and bytes.  Implementations with small parts, or named where they do not suit, have the longest estimates.
 BYTE, LESS, MORE = 5e-11, 0.05, 2000.0
-#: How much longer the work on four times as many samples takes at the most: a single one may be a factor as it lies.
+#: Largest factor by which four times as many samples increase the work: a single sample may be a factor in place.
 FOUR_TIMES = 40.0
 
 
@@ -1121,7 +1121,7 @@ def test_a_price_is_of_what_there_is_to_do(name, seed):
             assert 2 * turns <= loop.calls < 100 * turns * (geometry.taps + geometry.group_outputs), loop
             in_turn = loop.work + loop.fresh_work + loop.calls * cost.CALL
             assert loop.seconds == pytest.approx(in_turn, rel=0.02) and loop.fresh_work >= 0, loop
-            # On threads the first work is one thread's, and the rest no less than its share of all.
+            # With threads, one thread does the first work, and the rest takes no less than its share.
             assert loop.shares >= 1 and loop.seconds_on(2) > loop.first_work + (loop.work - loop.first_work) / 2, loop
 
 
@@ -1152,7 +1152,7 @@ def test_phases_that_taps_reach_are_convolutions_by_the_method_that_was_asked_fo
 
 
 def test_what_is_kept_for_all_phases_keeps_within_the_limit():
-    """With the weight that these are cut from; of small images lone products keep what they read."""
+    """The memory includes the weight that phases are cut from; lone products of small images cache what they read."""
     call = checked_call(cupyconv.conv_grad_input, array(1, 8, 6, 6), array(8, 8, 6, 6), (1, 8, 16, 16), stride=2)
     problem: Any = replace(call.problem, machine=HostModel(1))
     kept = set()
@@ -1175,7 +1175,7 @@ def test_groups_of_a_block_have_their_own_bias_and_place():
 
 
 def test_a_bias_is_rounded_to_the_dtype_of_the_result_first():
-    """As it is where it is added to images of another way."""
+    """The rounding is that of implementations which add the bias to finished images."""
     x, bias = np.full((1, 1, 8, 8), -1, np.float32), np.full(1, 1 + 2.0**-30)
     assert not cupyconv.conv(x, np.ones((1, 1, 1, 1), np.float32), bias).any()
 
@@ -1210,7 +1210,7 @@ def any_layer(random: Random) -> RecurrentProblem:
 @share_of_examples(4)
 @given(st.integers(0, 10**9))
 def test_a_layer_keeps_within_the_limit_and_is_refused_only_where_nothing_fits(seed):
-    """Copies of the weights that are more than half of it come on top; what a refusal asks for is enough."""
+    """Weight copies larger than half of the limit are added to it; the bytes that a refusal asks for are enough."""
     problem = any_layer(Random(seed))
     geometry, limit = problem.geometry, problem.limit
     try:

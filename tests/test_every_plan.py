@@ -1,9 +1,9 @@
-"""What is true of every plan for a GPU, of every operation by every method: places, sizes, amounts of work, times.
+"""Properties of every GPU plan, for every operation and method: addresses, sizes, amounts of work, times.
 
-`test_planning.py` holds decisions one by one; here is what none of them may break.  A launch's places lie within its arrays
-and buffers, and every buffer is of use.  Bytes and operations are no fewer than the problem has, and not many times as
-many.  No step takes less time than the GPU's data sheet allows.  A grid has threads enough and not far more, on all
-multiprocessors where there is much to do.  What lies in whole vectors is moved in vectors.
+`test_planning.py` checks single decisions; this file checks what no decision may break.  Addresses of a launch are
+within its arrays and buffers, and every buffer is used.  Bytes and operations are no fewer than those of the problem,
+and not many times as many.  No step takes less time than the GPU's data sheet allows.  A grid has enough threads and
+not far more, and large problems use all multiprocessors.  Data in whole vectors is moved in vectors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from cupyconv.problem.plan import (
 from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import GATES
 
-#: Elements of the result, or of what a step writes, that one thread makes at the most: tiles of products have the most.
+#: Most elements of the result, or of a step's output, that one thread computes; tiles of products have the most.
 MOST_OF_A_THREAD = 256
 
 CONVOLUTIONS = {
@@ -66,7 +66,7 @@ CONVOLUTIONS = {
     "few outputs": ((64, 256, 7, 7), (3, 256, 3, 3), {"padding": 1}),
     "deep": ((1, 512, 7, 7), (512, 512, 3, 3), {"padding": 1}),
 }
-#: Dtype, GPU, limit, order in memory.
+#: Dtype, GPU, workspace limit, memory order.
 SETTINGS = [
     ("float16", "sm_75", None, "C"),
     ("float16", "sm_90", 1_000_000, "last"),
@@ -75,41 +75,41 @@ SETTINGS = [
     ("float64", "sm_90", 2_000_000, "gaps"),
     ("complex64", "sm_90", None, "C"),
 ]
-#: How many times the bytes of the arrays that they name launches move, at the least and at the most.
+#: Bytes that a launch moves divided by the bytes of the arrays that it names: smallest and largest ratio.
 TIMES = {
     **dict.fromkeys(("channels_last", "conv_pair", "depthwise", "depthwise_weight_gradient", "direct"), (1, 1)),
     "depthwise_transposed": (1, 1),
     **dict.fromkeys(("epilogue_grad", "exchange_weight", "implicit_gemm", "implicit_weight_gradient"), (1, 1)),
     **dict.fromkeys(("pool", "pool_gradient", "transposed"), (1, 1)),
-    **dict.fromkeys(("col2im", "im2col"), (0.8, 1)),  # between the rows of columns are gaps
-    "epilogue": (1, 2),  # into what it reads, where that is the result
+    **dict.fromkeys(("col2im", "im2col"), (0.8, 1)),  # rows of columns have gaps between them
+    "epilogue": (1, 2),  # twice if it reads the result that it writes
     "prologue_grad": (1, 1.3),  # its scale and shift too
-    "merge": (1, 4),  # once for each tile of outputs
+    "merge": (1, 4),  # once per tile of outputs
 }
-#: Bytes that a thread moves at the most, of kernels in which each has its share of the elements.
+#: Most bytes that a thread moves, for kernels whose threads share the elements.
 MOST_BYTES = {
     **dict.fromkeys(("channels_last", "depthwise", "finish_tiles", "pool", "pool_gradient", "prologue_grad"), 256),
     **dict.fromkeys(("epilogue", "im2col", "recurrent_inputs", "tiles"), 512),
 }
 KERNELS = Path(__file__).parent.parent / "kernels"
-#: Passes over an image that are all there is to their operation: what they take is their bytes.
+#: Operations that are a single pass over an image: their bytes determine their time.
 ELEMENTWISE = ("epilogue_grad", "prologue_grad", "im2col")
-#: What says how many neighbouring threads are at neighbouring channels, of kernels where these are along pixels else.
+#: Parameter for how many adjacent threads have adjacent channels, in kernels whose threads otherwise follow pixels.
 LANES = {
     **dict.fromkeys(("depthwise", "depthwise_transposed", "depthwise_weight_gradient", "im2col"), "channel_lanes"),
     "pool": "lanes",
 }
-#: Parameter that says how many channels these lanes share, or squares of them, and the most lanes.
+#: Parameter for the number of channels, or squares of them, that these lanes share; and the most lanes.
 CHANNELS_OF = {
     "depthwise": ("outputs", 32), "depthwise_transposed": ("channels", 32),
     "depthwise_weight_gradient": ("outputs", 32), "im2col": ("squares", 4),
 }  # fmt: skip
-#: Axes of the grids along which the parts of a sum are.
+#: Axis of the grid along which a sum is divided into parts.
 PARTS = {"weight_gradient": 0, "depthwise_weight_gradient": 0, "implicit_weight_gradient": 1}
 
 
 def spans(call: Any) -> dict[str, int]:
-    """Bytes of each array of a call from its first element on, its results too; places lie within them."""
+    """Return the bytes of each array and result of a call from its first element on; addresses are within them."""
     found = {}
     for name, one in call.arrays.items():
         found[name] = sum((n - 1) * step for n, step in zip(one.shape, one.strides) if step > 0) + one.dtype.itemsize
@@ -119,7 +119,7 @@ def spans(call: Any) -> dict[str, int]:
 
 
 def addresses(value: Any) -> Iterator[Address]:
-    """All places in a step."""
+    """Yield all addresses in a step."""
     if isinstance(value, Address):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -141,9 +141,9 @@ def holds(call: Any, limit: int | None = None, on: str = "sm_90") -> Plan:
 
 
 def product_bytes(plan: Plan, result: str) -> int:
-    """What matrix products write of a result, or begin to add to; none begins with what nobody has written.
+    """Return the bytes of a result that matrix products write first; none adds to what nobody has written.
 
-    Later ones of the same place add to it.
+    Later products at the same address add to it.
     """
     begun: set[tuple[str, int]] = set()
     launched: set[str] = set()
@@ -162,7 +162,7 @@ def product_bytes(plan: Plan, result: str) -> int:
 
 
 def moves_what_it_names(plan: Plan, call: Any) -> None:
-    """A launch that does all of a problem moves the bytes of the images, weights and buffers that it names, `TIMES` times."""
+    """Check that launches move the bytes of images, weights and buffers that they name, with the ratios of `TIMES`."""
     sizes = {name: (one.ndim > 1) * one.dtype.itemsize * prod(one.shape) for name, one in call.arrays.items()}
     sizes |= {result.name: prod(result.shape) * result.dtype.itemsize for result in call.results}
     sizes |= {each.buffer: each.nbytes for each in plan.conversions} | {
@@ -172,7 +172,7 @@ def moves_what_it_names(plan: Plan, call: Any) -> None:
         if isinstance(step, KernelLaunch) and step.kernel.name in TIMES:
             named = {at.buffer for at in addresses(step)}
             least, most = TIMES[step.kernel.name]
-            if "workspace" not in named:  # which several buffers share in turn
+            if "workspace" not in named:  # several buffers share it in turn
                 assert 0.98 * least < step.bytes_moved / sum(sizes[name] for name in named) < 1.02 * most, step
 
 
@@ -181,7 +181,7 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
     check(plan, limit, on)
     every = each_step(plan.steps)
     steps = [one for step in every for one in (step.launches if isinstance(step, LaunchLoop) else (step,))]
-    # Places.
+    # Addresses.
     buffers = {buffer.name: buffer.nbytes for buffer in plan.workspace}
     places = [at for step in steps for at in addresses(step)]
     for at in places:
@@ -193,11 +193,11 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
             assert end is not None and 0 <= at.offset < end, at
     own = {name for name, buffer in zip(buffers, plan.workspace) if not buffer.is_kept}
     assert own <= {at.buffer for at in places}, "workspace that nothing uses"
-    # Amounts.
+    # Amounts of work.
     assert plan.bytes_moved >= plan.minimal_bytes * 0.99
     if plan.method not in ELEMENTWISE and not any(isinstance(step, Transform) for step in steps):
-        # The phases of a transposed convolution leave out what falls beside its result, or compute it for nothing; a pair's
-        # tiles overlap, and a gather of columns is counted beside their products.
+        # The phases of a transposed convolution leave out what falls outside its result, or compute it in vain.  Tiles
+        # of a pair overlap, and a gather of columns is counted in addition to their products.
         done = sum(step.flops for step in every)
         assert plan.flops * (0.9 if plan.method == "implicit_gemm" else 1) <= done <= 2 * plan.flops
     # Times.
@@ -214,14 +214,14 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
 
 
 def chunks_of(plan: Plan) -> int:
-    """As many as the plan says there are; of one nothing is said."""
+    """Return the number of chunks that the plan states; it states none for one chunk."""
     said = re.search(r"([\d,]+) chunks", plan.reason)
     assert said is None or said[1] not in ("0", "1")
     return int(said[1].replace(",", "")) if said else 1
 
 
 def says_what_it_does(plan: Plan) -> None:
-    """Words of the reason and of purposes that a user may count on, where they can be told from the steps."""
+    """Check words of the reason and of purposes that a user may rely on, if the steps determine them."""
     steps, reason = each_step(plan.steps), plan.reason
     kernels = [step.kernel.name for step in steps if isinstance(step, KernelLaunch)]
     if plan.method == "fft" and "shares" not in reason:
@@ -249,13 +249,13 @@ def says_what_it_does(plan: Plan) -> None:
             assert "in parts" not in step.purpose or dict(step.params)["sums"].buffer == "sums", "there is room for one"
         if isinstance(step, LaunchLoop) and plan.method == "step":
             assert ("one launch per step" in reason) == (len(step.launches) == 1)
-    if "batched GEMM on " in reason:  # of a weight's gradient
+    if "batched GEMM on " in reason:  # a weight gradient
         is_pointwise = bool(re.search(r"kernel 1(x1)*\b", plan.problem))
         assert ("GEMM on columns" in reason) == (not is_pointwise)
 
 
 def counts_its_products(plan: Plan) -> None:
-    """No more than there are, and no fewer, where a problem is neither transformed nor cut into others."""
+    """Check that operations are those of the problem, unless it is transformed or cut into other problems."""
     assert plan.method == "fft" or sum(step.flops for step in each_step(plan.steps)) == plan.flops
 
 
@@ -281,9 +281,9 @@ def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
 
 
 def lanes_have_channels(launch: KernelLaunch) -> None:
-    """Neighbouring threads along channels are as few as have them all, or one, or as many as there may be.
+    """Check that adjacent threads along channels are one, just enough for all channels, or the allowed maximum.
 
-    Blocks along y have the others, none of them nothing; along x there are no more than frequencies.
+    Blocks along y process the other channels, and none is idle; along x no block is beyond the frequencies.
     """
     params, name, (x, y, _) = dict(launch.params), launch.kernel.name, launch.grid
     if name in CHANNELS_OF:
@@ -314,7 +314,7 @@ def item_of(launch: KernelLaunch) -> int:
 
 
 def parts_are_even(launch: KernelLaunch) -> None:
-    """Of a sum in parts: all of it is in some part, and none of these is empty or much longer than the others."""
+    """Check that the parts of a sum cover all of it, and that none is empty or much longer than the others."""
     params = dict(launch.params)
     if launch.kernel.name == "spectra_gradient":
         parts, part, whole = launch.grid[2], params["units_per_part"], params["units"]
@@ -324,13 +324,13 @@ def parts_are_even(launch: KernelLaunch) -> None:
     else:
         return
     assert whole <= parts * part < whole + max(parts, part), launch
-    if launch.kernel.name == "implicit_weight_gradient":  # whose pipeline each part fills
+    if launch.kernel.name == "implicit_weight_gradient":  # each part fills its pipeline
         assert parts == 1 or part * ITEMSIZE[dict(launch.kernel.macros)["DTYPE"]] >= STAGES * SLAB_BYTES, launch
 
 
 @functools.cache
 def axes_asked_for(kernel: str) -> tuple[bool, bool, bool]:
-    """Along which axes of a grid its blocks ask where they are: along others they would all do the same."""
+    """Return whether blocks read their index along each axis of the grid; along others they would all do the same."""
     body = (KERNELS / f"{kernel}.cu").read_text()
     included = (KERNELS / name for name in re.findall(r'#include "(.*?)"', body))
     text = "".join([body, *(path.read_text() for path in included)])
@@ -338,7 +338,7 @@ def axes_asked_for(kernel: str) -> tuple[bool, bool, bool]:
 
 
 def enough_threads(plan: Plan, elements: int) -> None:
-    """Of the launches that write the result: no thread has more than its part, and few have none."""
+    """Check the launches that write the result: no thread has too many elements, and few have none."""
     every = [step for step in each_step(plan.steps) if isinstance(step, KernelLaunch)]
     writing = [step for step in every if any(at.buffer == "out" for at in addresses(step.params))]
     threads = sum(prod(step.grid) * step.block for step in writing)
@@ -350,7 +350,7 @@ def enough_threads(plan: Plan, elements: int) -> None:
 def methods_of(
     function: Any, arguments: Any, settings: dict[str, Any], on: str, limit: int | None
 ) -> Iterator[tuple[Any, Plan]]:
-    """The plans of all methods that apply; one does."""
+    """Yield the plans of all methods that apply; at least one does."""
     found = 0
     for method in ("auto", "direct", "gemm", "implicit_gemm", "fft"):
         with cupyconv.options(workspace_limit=limit):
@@ -369,7 +369,7 @@ def methods_of(
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize(("dtype", "on", "limit", "order"), SETTINGS)
 class TestConvolutions:
-    """Forward, both gradients, and transposed."""
+    """Convolutions, both of their gradients, and transposed convolutions."""
 
     def test_forward(self, name, dtype, on, limit, order):
         shape, kernel, settings = CONVOLUTIONS[name]
@@ -408,7 +408,7 @@ class TestConvolutions:
     ("dtype", "order"), [("float16", "last"), ("float32", "C"), ("float32", "gaps"), ("complex64", "C")]
 )
 def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
-    """Or half as large, for all are even: a second one of that size would not fit.  Chunks of sums alone lie in the result."""
+    """Equal chunks need over half of the limit: twice the size would not fit.  Chunks of sums alone use the result."""
     shape, kernel, settings = CONVOLUTIONS[name]
     of_weights = order if order == "gaps" else "C"
     x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype, order=of_weights)
@@ -438,12 +438,12 @@ def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
         if method == "fft" and function is cupyconv.conv and "shares" not in plan.reason:
             back = sum(isinstance(step, Transform) and step.inverse for step in each_step(plan.steps))
             assert back == chunks_of(plan)
-    has_no_room = order == "gaps" and name == "deep"  # for the weight in order
+    has_no_room = order == "gaps" and name == "deep"  # for the reordered weight
     assert found or has_no_room or name == "1x1", "which multiplies images where they lie"
 
 
 def images(*channels: int, batch: int = 5, dtypes: tuple[str, str] = ("float32", "float32"), **more: Any) -> list[Any]:
-    """Of the same size, with so many channels each."""
+    """Return images of the same size with these numbers of channels."""
     return [array(batch, count, 14, 13, dtype=dtype, **more) for count, dtype in zip(channels, dtypes)]
 
 
@@ -469,7 +469,7 @@ IN_CHUNKS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("function", "arguments", "settings"), IN_CHUNKS)
 def test_every_limit_is_kept(function, arguments, settings):
-    """All products are made within each; more is refused nothing that less is granted; and what is asked for is enough."""
+    """Plans compute all products; a larger limit is never refused; the bytes that a refusal names are enough."""
     limits, amounts, asked, granted = {int(500 * 1.12**i) for i in range(77)}, set(), set(), []
     for limit in sorted(limits):
         with cupyconv.options(workspace_limit=limit):
@@ -495,7 +495,7 @@ def test_every_limit_is_kept(function, arguments, settings):
 )
 @pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
 def test_results_that_share_groups(method, channels, tiles):
-    """Two groups of two channels: a kernel that gathers goes through those that a result has some channels of."""
+    """With two groups of two channels, a kernel that gathers processes the groups of which a result has channels."""
     shapes = [(2, count, 12, 12) for count in channels]
     grad, weight = array(2, 4, 4, 4), array(4, 2, 3, 3)
     call = checked_call(cupyconv.conv_grad_input, grad, weight, shapes, groups=2, stride=3, method=method, on="sm_90")
@@ -506,7 +506,7 @@ def test_results_that_share_groups(method, channels, tiles):
 
 @pytest.mark.parametrize(("groups", "calls"), [(2, 1), (8, 1), (65_535, 1), (70_000, 2), (140_000, 3)])
 def test_groups_of_one_sample_are_a_batch(groups, calls):
-    """As many as a call has, and each of them once."""
+    """A call has as many groups as it may, and each group is in one call."""
     x, weight = array(1, groups, 6), array(groups, 1, 3)
     for function, arguments in (
         (cupyconv.conv_transpose, (x, weight)),
@@ -523,7 +523,7 @@ def test_groups_of_one_sample_are_a_batch(groups, calls):
 
 @pytest.mark.parametrize("limit", [500_000, 1_000_000, 2_000_000])
 def test_chunks_of_pixels_are_counted(limit):
-    """Of each of three samples as many, each with a product of its own."""
+    """Each of three samples has equally many chunks, and each chunk has its own product."""
     with cupyconv.options(workspace_limit=limit):
         x, weight = array(3, 8, 200, 200), array(6, 8, 3, 3)
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
@@ -537,7 +537,7 @@ def test_chunks_of_pixels_are_counted(limit):
     ("float32", "complex64", "C"), ("complex64", "float32", "gaps"), ("float32", "float32", "gaps"), ("float64", "complex128", "gaps"),
 ])  # fmt: skip
 def test_a_gathered_weight_and_sums_of_two_parts_count(x_dtype, dtype, order, limit):
-    """A weight that lies with gaps, or whose parts are apart, is in workspace beside columns and sums; a part is as large."""
+    """A weight with gaps, or in separate parts, is in workspace in addition to columns and sums; a part is as large."""
     x, weight = array(8, 8, 12, 12, dtype=x_dtype), array(6, 8, 3, 3, dtype=dtype, order=order)
     with cupyconv.options(workspace_limit=limit):
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm", on="sm_90")
@@ -570,7 +570,7 @@ def test_pooling_and_columns(dtype, order):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(8, 16, 20, 20), (3, 7, 5), (1, 300, 1, 1), (64, 1, 50)], ids=str)
 def test_passes_of_gradients(dtype, order, shape):
-    if order == "cut":  # channels-last, and pixels that have no one stride
+    if order == "cut":  # channels-last, with pixels that have no single stride
         grad = array(*shape[:-1], shape[-1] + 1, dtype=dtype, order="last")[..., 1:]
     else:
         grad = array(*shape, dtype=dtype, order=order)
@@ -601,7 +601,7 @@ def test_chains(dtype, on, groups, fuse):
     ("dtype", "on", "kernel"), [("float32", "sm_75", 3), ("float16", "sm_90", 3), ("float32", "sm_90", 9)]
 )
 def test_images_between_layers_take_turns_within_the_limit(dtype, on, kernel):
-    """Two places have room for the largest of every other image, of as many samples as leave the layers half of the limit."""
+    """Two buffers hold alternate images, each as large as its largest, and leave half of the limit to the layers."""
     counts = (8, 24, 8, 40, 16, 32, 8)
     pairs = [(outputs, channels) for channels, outputs in pairwise(counts)]
     layers = [cupyconv.ConvLayer(array(*pair, kernel, kernel, dtype=dtype), padding=kernel // 2) for pair in pairs]
@@ -658,7 +658,7 @@ def test_recurrent_layers(cell, method, dtype, on, direction):
 
 
 def steps_fill_their_buffers(plan: Plan) -> None:
-    """Gates of a chunk's steps are in memory from its earliest on, and what r and z leave for n is of one step."""
+    """Check that a chunk's gates are stored from its earliest step on, and what r and z leave for n for one step."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
     for launch in (one for one in launches(plan) if "gates_d" in dict(one.params)):
         params, item = dict(launch.params), ITEMSIZE[accumulator(dict(launch.kernel.macros)["DTYPE"])]
@@ -685,10 +685,10 @@ def test_gradients_of_recurrent_layers(cell, dtype, limit):
         hold(plan, None, limit)
         steps, batch, inputs, _ = sizes
         moved = [launch.bytes_moved for launch in launches(plan, "recurrent_inputs")]
-        # Of 16 bits a copy in the dtype of products, once for each time that the layer is gone through.
+        # 16-bit inputs are copied in the dtype of products, once for each pass through the layer.
         copies = [times * steps * batch * inputs * (2 + 4) for times in (1, 2)] if dtype == "float16" else [0]
         assert sum(moved) in copies
-        # A step's product has as many operations as its part of the gradient of the weight that it multiplies by.
+        # A step's product has as many operations as its part of the gradient of the same weight.
         every, through = each_step(plan.steps), 0
         for step in every:
             if isinstance(step, LaunchLoop):
@@ -704,7 +704,7 @@ def test_gradients_of_recurrent_layers(cell, dtype, limit):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("size", [(0, 8, 9, 9), (2, 0, 9, 9), (2, 8, 0, 9)], ids=str)
 def test_nothing_is_done_for_nothing(size, dtype, order):
-    """A result without elements takes no step; one of padding alone is planned like any other."""
+    """An empty result needs no step; a result of padding alone is planned like any other."""
     x, weight = array(*size, dtype=dtype, order=order), array(8, size[1], 3, 3, dtype=dtype)
     (y,) = checked_call(cupyconv.conv, x, weight, padding=2, on="sm_90").results
     grad = array(*y.shape, dtype=dtype, order=order)
@@ -737,7 +737,7 @@ def test_a_pre_activation_is_kept_beside_the_result(function, groups, batch):
         plain, keeping = planned(problem), planned(replace(problem, pre=replace(out, name="pre")))
         assert keeping.minimal_bytes == plain.minimal_bytes + out.nbytes
         assert keeping.bytes_moved == sum(step.bytes_moved for step in keeping.steps)
-        # An activation that is a pass of its own anyway reads one and writes the other.
+        # An activation that is a separate pass anyway reads the pre-activation and writes the result.
         more = keeping.bytes_moved - plain.bytes_moved
         assert (taps > 1) * out.nbytes <= more <= 2 * out.nbytes, (method, taps)
         assert {"pre", "out"} <= {at.buffer for at in addresses(keeping.steps)} or (not batch and not keeping.steps)
@@ -746,7 +746,7 @@ def test_a_pre_activation_is_kept_beside_the_result(function, groups, batch):
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 @pytest.mark.parametrize("cell", GATES)
 def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
-    """Those of the initial states are, of no steps, the last states'."""
+    """Without steps, the gradients of the initial states are those of the last states."""
     for steps, batch in ((0, 4), (2, 0)):
         made = recurrent_gradient_plan(cell, "float32", (steps, batch, 3, 5), direction=direction)
         check(made)
@@ -780,7 +780,7 @@ def test_rows_of_a_weight_that_are_no_whole_vectors_are_noted(method, dtype, hid
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_no_thread_has_more_sums_than_registers(dtype):
-    """CUDA cores take eight samples of four gates, in float64 four; sums of tensor cores lie in many threads."""
+    """CUDA cores compute eight samples of four gates, in float64 four; many threads share the sums of tensor cores."""
     for resident in (False, True):
         for on in ("sm_75", "sm_90"):
             for tile in recurrent_tiles(dtype, resident, known_gpu(on)):
@@ -790,13 +790,13 @@ def test_no_thread_has_more_sums_than_registers(dtype):
 
 
 def test_weights_that_no_block_has_room_for_go_back_step_by_step():
-    """Rows of 8 units' four gates in float64, of 227 KiB of shared memory."""
+    """Rows of 8 units' four gates in float64 must fit 227 KiB of shared memory."""
     for hidden, method in ((800, "persistent"), (900, "step")):
         assert recurrent_gradient_plan("lstm", "float64", (10, 4, 8, hidden)).method == method
 
 
 def test_shares_of_transforms_keep_together_within_the_limit():
-    """The last has fewer outputs and took more of our memory, where the first took most of cuFFT's own."""
+    """The last share has fewer outputs, yet it once needed more of our memory; the first needed most of cuFFT's own."""
     xs = [array(3, channels, 224, 33, dtype="complex128") for channels in (23, 33, 8)]
     settings = dict(padding=((5, 0), (1, 1)), padding_mode="wrap", dilation=(5, 1), method="fft")
     grad, limit = array(3, 17, 219, 34, dtype="complex128"), 5_000_000
@@ -806,7 +806,7 @@ def test_shares_of_transforms_keep_together_within_the_limit():
 
 
 def test_images_of_few_elements_take_time_to_be_moved():
-    """That of an image below 32 elements was none."""
+    """The time of an image with fewer than 32 elements was once zero."""
     grad, x = array(5, 1, 2), array(5, 8, 3, order="last")
     settings = dict(stride=3, padding=((0, 3),), method="implicit_gemm")
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3,), on="sm_90", **settings)
@@ -815,7 +815,7 @@ def test_images_of_few_elements_take_time_to_be_moved():
 
 
 def test_usual_kernels_of_depthwise_convolutions_are_compiled_for():
-    """Squares of odd sizes, and back through stride 2 of all sizes; the others share a kernel for any, or are no rows of strips."""
+    """These are odd squares, and for gradients through stride 2 all squares; others share a kernel or use no strips."""
     found: dict[str, set[tuple[int, int]]] = {}
     for size, stride in product(range(1, 9), (1, 2, 3)):
         x, many, settings = array(8, 64, 30, 30), array(64, 1, size, size), {"stride": stride, "groups": 64}
@@ -842,7 +842,7 @@ def test_usual_kernels_of_depthwise_convolutions_are_compiled_for():
 
 
 def test_a_merge_takes_all_shared_memory_that_every_gpu_has_and_needs_matrix_instructions():
-    """A scale and a shift for each of 1,228 channels, eight outputs' weights and their biases are 48 KiB."""
+    """Scales and shifts of 1,228 channels, the weights of eight outputs and their biases fill 48 KiB."""
     for channels, name in ((1228, "merge"), (1232, "direct")):
         x, scale = array(2, channels, 64), array(channels)
         weight, prologue = array(8, channels, 1), (scale, scale, "relu")
@@ -869,7 +869,7 @@ def test_a_merge_takes_all_shared_memory_that_every_gpu_has_and_needs_matrix_ins
     ],
 )
 def test_a_kernel_is_for_gpus_that_have_its_instructions(dtype, of_weight, on, words):
-    """That of implicit GEMMs, and of real numbers that of a pair of layers."""
+    """This holds for the kernel of implicit GEMMs and, with real numbers, for the kernel of a pair of layers."""
     if is_real := dtype == "bfloat16":
         dtype = of_weight = pytest.importorskip("ml_dtypes").bfloat16
     x, weight = array(2, 8, 9, 9, dtype=dtype), array(8, 8, 3, 3, dtype=of_weight)
@@ -888,7 +888,7 @@ def test_layers_that_have_nothing_to_sum_share_no_kernel():
 
 @pytest.mark.parametrize("fuse", ["auto", True])
 def test_of_pairings_that_take_as_long_one_is_taken(fuse):
-    """Of three layers that are alike, the first two or the last two."""
+    """With three equal layers, either the first two or the last two are paired."""
     layers = [cupyconv.ConvLayer(array(8, 8, 3, 3), padding=1)] * 3
     plan = cupyconv.explain(cupyconv.conv_chain, array(2, 8, 32, 32), layers, fuse=fuse, on="sm_90")
     assert [step.kernel.name for step in plan.steps].count("conv_pair") == 1
@@ -896,7 +896,7 @@ def test_of_pairings_that_take_as_long_one_is_taken(fuse):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_bias_that_does_not_lie_side_by_side_is_copied(count):
-    """Of a lone element it makes no difference."""
+    """The strides of a single element make no difference."""
     x, weight, bias = array(1, 4, 8, 8), array(count, 4, 3, 3), array(count)
     for each in (bias, bias[::-1], array(count, order="gaps")):
         plan = cupyconv.explain(cupyconv.conv, x, weight, each, on="sm_90")
@@ -904,7 +904,7 @@ def test_a_bias_that_does_not_lie_side_by_side_is_copied(count):
 
 
 def test_what_is_made_of_a_weight_is_kept_where_calls_give_the_same():
-    """What is converted is another array in each call."""
+    """A weight that is converted is another array in each call, so nothing is cached."""
     for dtype, names in (("float32", ["weight for TF32X3 64 x 4"]), ("float16", [])):
         call = checked_call(cupyconv.conv, array(2, 8, 9, 9), array(8, 8, 3, 3, dtype=dtype), on="sm_90")
         problem: Any = replace(call.problem, weight_is_constant=True, method="implicit_gemm")
@@ -912,14 +912,14 @@ def test_what_is_made_of_a_weight_is_kept_where_calls_give_the_same():
 
 
 def kernel_of(plan: Plan) -> str:
-    """The square kernel that a depthwise launch is compiled for, "0" for any; what else is launched."""
+    """Return the kernel size that a depthwise launch is compiled for ("0" for any), or the name of another kernel."""
     (launch,) = launches(plan)
     return dict(launch.kernel.macros)["KERNEL"] if launch.kernel.name.startswith("depthwise") else launch.kernel.name
 
 
 @pytest.mark.parametrize("size", [(20, 20), (6, 20, 20)])
 def test_strips_of_a_depthwise_convolution_go_forward_through_planes(size):
-    """From sample to sample and from channel to channel they may go back; and the kernel is listed by its stride along h."""
+    """Strides of samples and of channels may be negative.  The stride along h selects the compiled kernel."""
     weight, settings = array(8, 1, *(3,) * 2 if len(size) == 2 else (1, 3, 3)), {"groups": 8, "method": "direct"}
     for axis in range(2 + len(size)):
         x = np.flip(array(2, 8, *size), axis)
@@ -932,7 +932,7 @@ def test_strips_of_a_depthwise_convolution_go_forward_through_planes(size):
 
 
 def test_planes_of_a_depthwise_convolution_are_counted_in_32_bits():
-    """Bytes from the first element to the last; and of all samples the elements of a channel of the result, on the way back."""
+    """Counts are bytes of a plane and, for transposed convolutions, elements of a result channel over all samples."""
     for rows, kernel in ((1 << 14, "3"), ((1 << 14) + 1, "0")):
         x, given = array(1, 2, rows, 1 << 14), {"groups": 2, "method": "direct", "on": "sm_90"}
         assert kernel_of(cupyconv.explain(cupyconv.conv, x, array(2, 1, 3, 3), **given)) == kernel
@@ -942,7 +942,7 @@ def test_planes_of_a_depthwise_convolution_are_counted_in_32_bits():
 
 
 def test_sums_of_a_depthwise_weight_are_made_within_the_limit():
-    """Of float16, whose sums are wider than the result; and groups of two channels are not depthwise."""
+    """Sums of float16 are wider than the result and need workspace.  Groups of two channels are not depthwise."""
     grad = array(64, 64, 56, 56, dtype="float16")
     arguments, settings = (cupyconv.conv_grad_weight, grad, grad, 3), {"padding": 1, "method": "direct", "on": "sm_90"}
     for groups in (64, 32):
@@ -963,7 +963,7 @@ def test_a_kernel_takes_as_many_inputs_as_its_parameters_hold(method):
 @pytest.mark.parametrize("limit", [None, 20_000_000])
 @pytest.mark.parametrize("channels", [(32, 48), (2, 3)])
 def test_spectra_of_several_inputs_are_multiplied_each_at_its_place(channels, limit):
-    """In chunks or at once; what a weight's gradient begins with its first chunk, the others add to."""
+    """This holds in chunks or at once; later chunks of a weight gradient add to the sums of the first."""
     xs = [array(16, count, 40, 40) for count in channels]
     weight, grad = array(64, sum(channels), 9, 9), array(16, 64, 32, 32)
     for function, arguments in ((cupyconv.conv, (xs, weight)), (cupyconv.conv_grad_weight, (grad, xs, 9))):
@@ -1026,7 +1026,7 @@ def test_a_prologue_begins_with_the_channel_that_a_table_of_inputs_does():
     [((3, 3), "constant", 0), ((3, 3), "reflect", 1), ((3, 33), "constant", 1), ((3, 33), "reflect", 1)],
 )
 def test_taps_of_a_window_are_bits_where_it_is_padded_with_zeros(kernel, mode, searches):
-    """Of each axis by itself, and 31 at the most."""
+    """Each axis has its own bits, 31 at most."""
     x, weight = array(2, 8, 40, 40), array(8, 8, *kernel)
     settings = {"padding": 1, "padding_mode": mode, "method": "implicit_gemm"}
     (launch,) = launches(cupyconv.explain(cupyconv.conv, x, weight, **settings, on="sm_90"), "implicit_gemm")
@@ -1043,14 +1043,14 @@ def test_an_implicit_gemm_with_a_prologue_gathers_channels_last_inputs_by_elemen
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_groups_of_one_sample_are_one_call(batch):
-    """Of more, each group is; a weight that lies transposed is multiplied so."""
+    """With several samples, each group is one call.  A transposed weight is multiplied in place."""
     x, weight = array(batch, 8, 8, 8), np.moveaxis(array(4, 8, 1, 1), 0, 1)
     plan = holds(checked_call(cupyconv.conv, x, weight, groups=2, method="gemm", on="sm_90"))
     assert not plan.workspace and [call.batch for call in gemms(plan)] == [2] * batch
 
 
 def test_a_merge_is_of_one_group_and_of_pixels_that_are_neighbours():
-    """Those of the inputs and of the result; a residual may lie as it likes."""
+    """Pixels of the inputs and of the result are contiguous; a residual may have any strides."""
 
     def kernel(order: str = "C", groups: int = 1, out: str = "C", residual: str = "C") -> str:
         x, weight = array(2, 8, 8, 8, order=order), array(8, 8 // groups, 1, 1)
@@ -1078,7 +1078,7 @@ def test_a_weight_is_conjugated_on_the_way_back():
 
 
 def test_parts_of_complex_numbers_are_gathered_each_from_where_it_is():
-    """Beside real numbers: imaginary parts lie behind the real ones, and a number has two."""
+    """For products with real numbers: an imaginary part follows its real part, so strides count two per number."""
     grad, x = array(2, 8, 14, 13), array(2, 5, 14, 13, dtype="complex64")
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="gemm", on="sm_90")
     read = [dict(launch.params)["sources"][0][0][0] for launch in launches(plan, "im2col")]
@@ -1086,7 +1086,7 @@ def test_parts_of_complex_numbers_are_gathered_each_from_where_it_is():
     assert read == [(offset, (0, 26, 2)) for offset in (0, 4)]
 
 
-#: What implicit_gemm.cu counts in so few bits that a call may pass it, of a size that does: one less is within it.
+#: Quantities that implicit_gemm.cu counts in few bits: smallest size that exceeds these, words of the refusal, arrays.
 COUNTED_IN_BITS: dict[str, tuple[int, str, Any]] = {
     "a channel's stride": (1 << 14, "int32", lambda n: (array(1, 2, 1 << 14, n), array(4, 2, 1, 1), {})),
     "a tap's stride": (1 << 14, "int32", lambda n: (array(1, 1, 16385, 1 << 14), array(4, 1, 2, 1), {"dilation": (n, 1)})),
@@ -1111,7 +1111,7 @@ def test_an_implicit_gemm_is_of_sizes_that_its_kernel_counts(name):
 
 
 def test_samples_and_one_tap_are_as_far_apart_as_they_like():
-    """Where a sample begins is counted in 64 bits, and nothing is a dilated tap's stride away from the only one."""
+    """Offsets of samples have 64 bits, and with a single tap no address is a dilated tap's stride away."""
     for x, dilation in ((array(2, 1, 1 << 14, 1 << 14), 1), (array(1, 1, 16385, 1 << 14), 1 << 14)):
         hold(
             cupyconv.explain(
@@ -1123,7 +1123,7 @@ def test_samples_and_one_tap_are_as_far_apart_as_they_like():
 
 @pytest.mark.parametrize("step", [32, 33, 36, 40, 44, 48, (1 << 24) - 8, 1 << 24])
 def test_rows_of_a_weight_that_begin_on_boundaries_are_slabs_as_they_lie(step):
-    """Of 16 bytes, eight numbers, and no further apart than int32 counts."""
+    """Boundaries are 16 bytes, or eight numbers, and rows are no further apart than int32 counts."""
     x, one = array(2, 32, 8, 8, dtype="float16", order="last"), array(1, dtype="float16")
     weight = np.lib.stride_tricks.as_strided(one, (16, 32, 1, 1), (2 * step, 2, 2, 2))
     plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
@@ -1131,7 +1131,7 @@ def test_rows_of_a_weight_that_begin_on_boundaries_are_slabs_as_they_lie(step):
 
 
 def test_sums_are_kept_where_that_is_less_and_there_is_room():
-    """Of 16 bits, with one addend and bounds: a pass over sums is less than one before the product and one after."""
+    """In 16 bits, with one addend and bounds, a pass over sums costs less than one before the product and one after."""
     x, weight, bias = (array(*each, dtype="float16") for each in ((8, 64, 28, 28), (64, 64, 1, 1), (64,)))
     for limit, purposes in ((None, ["products", "bias, relu"]), (0, ["bias", "products", "relu"])):
         with cupyconv.options(workspace_limit=limit):
@@ -1142,7 +1142,7 @@ def test_sums_are_kept_where_that_is_less_and_there_is_room():
 
 
 def test_a_weight_in_order_is_copied_within_the_limit_alone():
-    """Beside images that are multiplied where they lie, it is all the workspace there is."""
+    """It is the only workspace if images are multiplied in place."""
     x, weight = array(1, 64, 8, 8), array(64, 64, 1, 1, order="gaps")
     for limit in (16384, 16383):
         with contextlib.ExitStack() as stack:
@@ -1154,7 +1154,7 @@ def test_a_weight_in_order_is_copied_within_the_limit_alone():
 
 
 def test_a_draft_that_takes_the_limit_is_within_it():
-    """One that takes more is given less, until it does."""
+    """A draft that exceeds the limit is made again with less memory, until it fits."""
     asked: list[int] = []
 
     def draft_of(room: int) -> Draft:
@@ -1172,7 +1172,7 @@ def test_a_draft_that_takes_the_limit_is_within_it():
         (("float32", "float64", "float64"), ["x"]),
         (("float64", "float32", "float32"), ["weight[0]", "weight[1]"]),
         (("float16", "float32", "float16"), ["x", "weight[1]"]),
-        (("float16", "float32", "float64"), ["x"]),  # what is between is widened in workspace
+        (("float16", "float32", "float64"), ["x"]),  # the intermediate image is widened in workspace
     ],
 )
 def test_a_chain_converts_its_arguments_alone(dtypes, converted):
@@ -1184,7 +1184,7 @@ def test_a_chain_converts_its_arguments_alone(dtypes, converted):
 
 @pytest.mark.parametrize("channels", [(4, 4, 0, 4), (4, 0, 4, 4)])
 def test_nothing_is_widened_for_a_layer_that_reads_or_writes_nothing(channels):
-    """Between layers of float32 and of float64."""
+    """Empty images between float32 and float64 layers are not widened."""
     dtypes = "float32", "float64", "float64"
     weights = [array(n, of, 3, 3, dtype=dtype) for of, n, dtype in zip(channels, [*channels[1:], 4], dtypes)]
     layers = [cupyconv.ConvLayer(each) for each in weights]
@@ -1194,7 +1194,7 @@ def test_nothing_is_widened_for_a_layer_that_reads_or_writes_nothing(channels):
 
 
 def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Of 64 samples of 64 channels: tens of megabytes."""
+    """Yield calls with 64 samples of 64 channels: tens of megabytes."""
     x, small = (array(64, 64, size, size, dtype=dtype, order=order) for size in (56, 28))
     dense, depthwise, bias = (array(64, *each, dtype=dtype) for each in ((64, 3, 3), (1, 3, 3), ()))
     for weight, groups in ((dense, 1), (depthwise, 64)):
@@ -1207,7 +1207,7 @@ def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], 
 @pytest.mark.parametrize("order", ["C", "last"])
 @pytest.mark.parametrize("channels", [2, 16, 17, 40])
 def test_neighbouring_threads_have_neighbouring_channels(channels, order):
-    """As many as there are, up to a warp, and of columns up to four squares."""
+    """As many channels as there are, up to a warp; for columns, up to four squares."""
     x, small = (array(4, channels, size, size, order=order) for size in (24, 12))
     each, all_of_them = array(channels, 1, 3, 3), array(8, channels, 3, 3)
     calls: dict[str, Any] = {
@@ -1227,7 +1227,7 @@ def test_neighbouring_threads_have_neighbouring_channels(channels, order):
 @pytest.mark.parametrize("order", ["C", "last"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_large_problems_leave_no_multiprocessor_idle(dtype, order):
-    """And neighbouring threads read neighbours in memory, be these pixels or channels."""
+    """Adjacent threads read adjacent elements in memory, whether these are pixels or channels."""
     x = array(64, 64, 56, 56, dtype=dtype, order=order)
     plans = []
     for function, arguments, settings in large_calls(dtype, order):
@@ -1255,7 +1255,7 @@ def test_large_problems_leave_no_multiprocessor_idle(dtype, order):
 
 
 def test_parts_of_a_sum_are_as_many_as_there_is_room_for():
-    """Of a depthwise weight's gradient: three of 9 x 64 float32; of float16, whose sums are wider than it, at the least one."""
+    """A depthwise weight gradient has three parts of 9 x 64 float32; in float16, whose sums are wider, at least one."""
     for dtype, room, parts in (("float32", 3, 3), ("float32", 1, 1), ("float16", 2, 2), ("float16", 1, 1)):
         grad = array(64, 64, 56, 56, dtype=dtype)
         with cupyconv.options(workspace_limit=room * 9 * 64 * 4 // 256 * 256 + 256 * (room * 9 * 64 * 4 % 256 > 0)):
@@ -1306,7 +1306,7 @@ def test_images_are_moved_within_the_limit_alone():
 @pytest.mark.parametrize("order", ["C", "last"])
 @pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
 def test_sums_of_few_weights_are_in_parts_for_all_multiprocessors(method, order):
-    """There is less than a tile of them: without parts one multiprocessor would do it all."""
+    """They are less than a tile: without parts, one multiprocessor would compute everything."""
     grad, x = (array(64, channels, 112, 112, order=order) for channels in (8, 3))
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method=method, on="sm_90")
     hold(plan, None)
@@ -1317,7 +1317,7 @@ def test_sums_of_few_weights_are_in_parts_for_all_multiprocessors(method, order)
 
 @pytest.mark.parametrize("axis", [None, 0, 2, 3, 4])
 def test_channels_of_a_pixel_are_vectors_where_every_pixel_begins_on_a_boundary(axis):
-    """Each sample, plane, row and pixel."""
+    """Every sample, plane, row and pixel must begin on a boundary."""
     x = array(2, 16, 4, 6, 8, dtype="float16", order="last")
     strides = [step + x.itemsize * (i == axis) for i, step in enumerate(x.strides)]
     x = np.lib.stride_tricks.as_strided(x, x.shape, strides)
@@ -1336,14 +1336,14 @@ def test_channels_of_a_pixel_are_vectors_where_every_pixel_begins_on_a_boundary(
 @pytest.mark.parametrize("order", ["C", "last"])
 @pytest.mark.parametrize("lies", ["whole", "off its boundary", "odd"])
 class TestVectors:
-    """What lies in whole aligned vectors is moved in these; not what begins off a boundary, nor rows of another length."""
+    """Data in whole aligned vectors is moved in vectors; unaligned data, or rows of other lengths, are not."""
 
     def image(self, dtype: str, order: str, lies: str) -> Any:
         channels, size = (33, 15) if lies == "odd" else (32, 16)
         return array(4, channels, size, size, dtype=dtype, order=order, offset=int(lies == "off its boundary"))
 
     def words(self, plan: Plan, kernel: str) -> dict[str, Any]:
-        """Parameters and macros of its first launch."""
+        """Return the parameters and macros of the kernel's first launch."""
         launch = launches(plan, kernel)[0]
         return dict(launch.params) | dict(launch.kernel.macros)
 
@@ -1361,7 +1361,7 @@ class TestVectors:
             assert self.words(plan, "prologue_grad")["WIDTH"] == width
 
     def test_of_one_channel(self, dtype, order, lies):
-        """However its step is called, it is pixels that lie side by side."""
+        """Whatever the stride of the channel, its pixels are contiguous."""
         size, is_whole = 15 if lies == "odd" else 16, lies != "odd"
         one = array(4, 1, size, size, dtype=dtype, order=order)
         scale = array(1, dtype="float32" if dtype == "float16" else dtype)
@@ -1376,7 +1376,7 @@ class TestVectors:
         assert (self.words(pooled, "pool")["lanes"] > 1) == (order == "last")
 
     def test_of_samples(self, dtype, order, lies):
-        """Two, of which the second begins off a boundary."""
+        """The second of two samples may begin off a boundary."""
         x = self.image(dtype, order, "whole")[:2]
         strides = (x.strides[0] + x.itemsize, *x.strides[1:])
         residual = np.lib.stride_tricks.as_strided(x, x.shape, strides) if lies == "odd" else x
@@ -1391,7 +1391,7 @@ class TestVectors:
             assert self.words(merge, "merge")["VECTOR"] == ("1" if lies == "odd" else str(16 // x.itemsize))
 
     def test_of_epilogues(self, dtype, order, lies):
-        """The result and the columns, which the call allocates, begin on boundaries."""
+        """The result and the columns, which the call allocates, are aligned."""
         x, is_whole = self.image(dtype, order, lies), lies == "whole"
         channels = x.shape[1]
         bias = array(channels, dtype=dtype, offset=int(lies == "off its boundary"))
@@ -1445,9 +1445,9 @@ EXACT: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("function", "arguments", "settings", "method"), EXACT)
 def test_a_plan_fits_into_exactly_what_it_takes(function, arguments, settings, method):
-    """Of each size that there is, down to the least, below which the method is refused with its reason.
+    """This holds for each possible size down to the smallest, below which the method is refused with its reason.
 
-    Columns, and layers of several steps, keep something back for boundaries, whether it is needed or not.
+    Columns, and layers of several steps, reserve memory for alignment, whether it is needed or not.
     """
 
     def taken(limit: int | None) -> int:
@@ -1470,7 +1470,7 @@ def test_a_plan_fits_into_exactly_what_it_takes(function, arguments, settings, m
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(1, 512, 7, 7), (4, 1024, 15, 15)], ids=str)
 def test_a_plan_is_the_same_within_what_it_takes(shape, dtype):
-    """Of the memory that is left by what is moved and packed, sums have all: none is counted twice."""
+    """Sums may use all memory that moved images and packed weights leave: none is counted twice."""
     x, weight = array(*shape, dtype=dtype), array(8, shape[1], 3, 3, dtype=dtype)
     grad = array(shape[0], 8, *shape[2:], dtype=dtype)
     for function, arguments in ((cupyconv.conv, (x, weight)), (cupyconv.conv_grad_weight, (grad, x, 3))):

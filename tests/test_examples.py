@@ -1,4 +1,4 @@
-"""Every example runs as it stands and says that its own check passed; those that learn do, and only with right gradients."""
+"""Every example runs unchanged and passes its own check; examples that train do so only with correct gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PNG = b"\x89PNG"
 
 
 def run(name: str, directory: Path, *arguments: str) -> str:
-    """The output of a script that ends well and warns of nothing; what it writes is in `directory`."""
+    """Return the output of a script, which must end without error or warning; it writes its files to `directory`."""
     runner = ["-m", "tests.fake_gpu"] if fake_gpu.is_installed() else []
     command = [sys.executable, "-W", "error", *runner, str(ROOT / "examples" / f"{name}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
@@ -37,7 +37,7 @@ def run(name: str, directory: Path, *arguments: str) -> str:
 
 
 def on_each_device(test):
-    """`test(device=…)` with the arguments for NumPy, and for a GPU where there is one."""
+    """Parametrize `test(device=…)` with the arguments for NumPy, and for a GPU if there is one."""
     return pytest.mark.parametrize(
         "device", [(), pytest.param(("--cupy",), marks=pytest.mark.gpu)], ids=["numpy", "gpu"]
     )(test)
@@ -77,7 +77,7 @@ def test_example(name: str, device: tuple[str, ...], tmp_path: Path):
 
 @pytest.mark.parametrize("name", [example.stem for example in EXAMPLES])
 def test_help_computes_nothing(name: str, monkeypatch, capsys):
-    """In this process, which has imported already what they need."""
+    """Printing the help computes nothing.  It runs in this process, which has imported what the examples need."""
     if name == "forecast_co2":
         needs_statsmodels()
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
@@ -91,8 +91,8 @@ def test_help_computes_nothing(name: str, monkeypatch, capsys):
 
 @on_each_device
 def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...], tmp_path: Path, monkeypatch):
-    """Twice the layers: less than twice the memory, where concatenating needs at least three times."""
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # small products: on a busy machine threads only wait
+    """Doubling the layers less than doubles the memory, while with concatenation it at least triples."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # products are small: on a busy machine, threads would only wait
     printed = run("densenet_block", tmp_path, *device, "--output", "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(PNG)
     rows = re.findall(r"^ *(\d+) +([\d.]+) MB(?: x [\d.]+)? +([\d.]+) MB", printed, re.MULTILINE)
@@ -107,11 +107,11 @@ def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...],
 
 
 def test_a_volume_is_larger_than_a_workers_memory(tmp_path: Path):
-    """From Zarr to Zarr; a worker that takes more than its limit is ended, and the run with it."""
+    """From Zarr to Zarr; a worker that exceeds its memory limit is ended, and the run fails with it."""
     for needed in ("distributed", "zarr"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     with socket.socket() as another_dashboard:
-        with contextlib.suppress(OSError):  # one is there already
+        with contextlib.suppress(OSError):  # the port is in use already
             another_dashboard.bind(("", 8787))
             another_dashboard.listen()
         printed = run("larger_than_memory", tmp_path, "--size", "416", "--memory", "256", "--workers", "1")
@@ -129,8 +129,11 @@ def test_edges_are_drawn(device: tuple[str, ...], tmp_path: Path):
 
 @on_each_device
 def test_digits_are_learned(device: tuple[str, ...], tmp_path: Path):
-    """98 % in five epochs.  Weight gradients that are zero, negated or transposed, and skips whose gradient is
-    forgotten, were tried: none reaches 80 %."""
+    """Training reaches 98 % in five epochs.
+
+    Weight gradients that are zero, negated or transposed, and skips whose gradient is omitted, were tried: none reaches
+    80 %.
+    """
     printed = run("train_digits", tmp_path, *device, "--epochs", "5")
     shares = [float(share) for share in re.findall(r"([\d.]+)% of the test digits right", printed)]
     assert len(shares) == 5
@@ -140,8 +143,10 @@ def test_digits_are_learned(device: tuple[str, ...], tmp_path: Path):
 
 @on_each_device
 def test_the_forecast_is_better_than_last_year_and_growth(device: tuple[str, ...], tmp_path: Path):
-    """0.718 beside 0.753.  Gradients of the convolutions, or of what the GRU reads, that are zero or negated were
-    tried: none comes below 0.77."""
+    """The error is 0.718, that of last year's values and growth is 0.753.
+
+    Gradients of the convolutions, or of the GRU's input, that are zero or negated were tried: none gets below 0.77.
+    """
     needs_statsmodels()
     printed = run("forecast_co2", tmp_path, *device)
     errors = {name.strip(): float(error) for name, error in re.findall(r"^  (\D+)([\d.]+)$", printed, re.MULTILINE)}
@@ -157,7 +162,7 @@ def decibels(printed: str) -> dict[str, float]:
 @on_each_device
 def test_the_denoiser_is_better_than_a_median_filter(device: tuple[str, ...], tmp_path: Path):
     found = decibels(run("denoise", tmp_path, *device))
-    assert found["noisy"] == pytest.approx(20, abs=0.1)  # a standard deviation of 0.1
+    assert found["noisy"] == pytest.approx(20, abs=0.1)  # from a standard deviation of 0.1
     assert found["median"] > found["noisy"]
     assert found["denoised"] > found["median"] + 4
     assert (tmp_path / "denoise.png").read_bytes().startswith(PNG)
@@ -166,11 +171,11 @@ def test_the_denoiser_is_better_than_a_median_filter(device: tuple[str, ...], tm
 
 @on_each_device
 def test_a_denoiser_learns(device: tuple[str, ...], tmp_path: Path):
-    """Eighty steps from nothing: the loss falls, and the weights they write take noise off."""
+    """In eighty steps from new weights, the loss falls, and the weights that are written reduce noise."""
     weights = tmp_path / "weights.npz"
     printed = run("denoise", tmp_path, *device, "--train", "--steps", "80", "--weights", str(weights))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-    assert len(losses) == 10  # each the mean of eight steps
+    assert len(losses) == 10  # each is the mean of eight steps
     assert losses[-1] < 0.75 * losses[0]
     found = decibels(printed)
     assert found["denoised"] > found["noisy"] + 1
@@ -178,7 +183,7 @@ def test_a_denoiser_learns(device: tuple[str, ...], tmp_path: Path):
 
 @pytest.mark.parametrize("name, channels", [("denoise", 3), ("train_digits", 1)])
 def test_reverse_pass_by_finite_differences(name: str, channels: int):
-    """The gradient of sum(y * grad) for each weight and bias, along a random direction, in float64."""
+    """The gradient of sum(y * grad) is right for each weight and bias along a random direction, in float64."""
     example = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name)
     random = np.random.default_rng(0)
     layers = [[random.normal(0, 0.3, array.shape) for array in layer] for layer in example["new_layers"](random)]

@@ -1,4 +1,4 @@
-"""Each allocation of a call fails, one after the other: the result all the same, or MemoryError and no harm.
+"""Each allocation of a call fails in turn: the call gives the right result, or MemoryError without other effects.
 
 ::
 
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def arrays_on(target: Target) -> SimpleNamespace:
-    """Small integers, of which every sum is exact."""
+    """Return arrays of small integers, whose sums are all exact."""
     rng = np.random.default_rng(0)
     on_host = {name: rng.integers(-2, 3, shape).astype(np.float32) for name, shape in SHAPES.items()}
     on_host |= {f"{name}_{bits}": on_host[name].astype(f"float{bits}") for name in ("x", "weight") for bits in (16, 64)}
@@ -78,7 +78,7 @@ class FailingDevice:
     """A target whose allocations a test lets fail."""
 
     target: Target
-    #: The context in which `times` allocations fail, from that number on; it gives what counts them.
+    #: Returns a context in which `times` allocations fail from that number on; it yields a function that counts them.
     failing: Callable[..., AbstractContextManager[Callable[[], int]]]
     #: Bytes of the device's memory that are in use.
     in_use: Callable[[], int]
@@ -86,7 +86,7 @@ class FailingDevice:
 
 @contextmanager
 def numpy_device() -> Iterator[FailingDevice]:
-    with cupyconv.options(threads=1):  # those of other threads would not fail
+    with cupyconv.options(threads=1):  # allocations of other threads would not fail
         yield FailingDevice(numpy_target(), failing_memory, lambda: 0)
 
 
@@ -98,7 +98,7 @@ def host_device() -> Iterator[FailingDevice]:
 
 @contextmanager
 def emulated_gpu() -> Iterator[FailingDevice]:
-    """CuPy without its pool: each array is an allocation of the GPU's own."""
+    """CuPy without its pool: each array is an allocation of the GPU itself."""
     if not fake_gpu.is_installed():
         pytest.skip(fake_gpu.unavailable() or "GPUs are emulated only under --fake-gpu")
     from tests.fake_gpu.machine import MACHINE
@@ -142,7 +142,7 @@ def test_every_allocation_fails(device, name, times):
             actual = None
             with suppress(MemoryError), failing(number, times):
                 actual = call(arrays)
-            if actual is not None:  # a plan with less; of other blocks, and sums of integers are exact in any order
+            if actual is not None:  # a plan with less memory may have other blocks; integer sums are exact in any order
                 np.testing.assert_allclose(target.to_host(actual), expected, rtol=1e-5, atol=1e-5)
             for key, as_it_was in held.items():
                 np.testing.assert_array_equal(target.to_host(getattr(arrays, key)), as_it_was)
@@ -152,7 +152,7 @@ def test_every_allocation_fails(device, name, times):
 
 
 def test_what_fails_is_counted():
-    """Of three allocations the second fails, then the second and the third."""
+    """Of three allocations, first only the second fails, then the second and the third."""
     for times, alive in ((1, [True, False, True]), (2, [True, False, False])):
         with failing_memory(1, times) as count:
             found = []
@@ -166,7 +166,7 @@ def test_what_fails_is_counted():
 
 
 def test_what_an_attempt_had_is_let_go_of_before_the_next(monkeypatch):
-    """The next one may need that memory; and what failed for good holds none of it when the error has been dealt with."""
+    """An attempt's memory is free before the next attempt, and after the error of the last attempt has been handled."""
     prepare, had, seen = NumpyBackend.prepare, [], []
 
     def prepared(backend, plan):

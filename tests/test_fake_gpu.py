@@ -1,4 +1,4 @@
-"""The real CuPy on emulated GPUs (``pytest --fake-gpu``): what needs a GPU that a test can make small, slow or failing."""
+"""The real CuPy on emulated GPUs (``pytest --fake-gpu``), which a test can make small, slow or failing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def machine(cupy):
 
 @pytest.fixture
 def no_pool(cupy):
-    """Each array is an allocation of the device's own; what the pool holds is given back first."""
+    """Make each array an allocation of the device itself; the pool's free memory is released first."""
     pool = cupy.get_default_memory_pool()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.cuda.set_allocator(None)
@@ -55,7 +55,7 @@ def no_pool(cupy):
 
 
 def layer(cupy, seed=0, shape=(2, 6, 9, 8), outputs=5):
-    """An image and a weight of small integers, on the device and as the oracle takes them."""
+    """Return an image and a weight of small integers on the device, and the reference result of their convolution."""
     rng = np.random.default_rng(seed)
     host = [rng.integers(-4, 5, size).astype(np.float32) for size in (shape, (outputs, shape[1], 3, 3))]
     return [cupy.asarray(array) for array in host], reference.conv(*host)
@@ -70,7 +70,7 @@ def test_work_waits_until_it_is_waited_for(cupy, machine):
     cupy.cuda.Device().synchronize()
     with stream:
         x += 1
-    assert x.get(stream=cupy.cuda.Stream(non_blocking=True)).tolist() == [0] * 4  # on a stream that waits for no other
+    assert x.get(stream=cupy.cuda.Stream(non_blocking=True)).tolist() == [0] * 4  # this stream waits for no other
     stream.synchronize()
     assert x.get().tolist() == [1] * 4
 
@@ -82,7 +82,7 @@ def test_a_stream_waits_for_an_event_of_another(cupy, machine):
     with first:
         x += 1
         event = first.record()
-        x += 10  # after the event
+        x += 10  # not awaited: it follows the event
     second.wait_event(event)
     assert x.get(stream=second).tolist() == [1] * 4
     assert not first.done or x.get().tolist() == [11] * 4
@@ -119,7 +119,7 @@ def test_launches_are_held_against_the_gpus_limits(cupy, machine, grid, block, s
 
 
 def test_a_kernel_that_nvrtc_refuses_is_an_error(cupy, monkeypatch):
-    """The project's own are compiled by NVRTC before the host runs them."""
+    """The project's own kernels are compiled by NVRTC before the host runs them."""
     from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 
     source = kernel_source("epilogue").replace("__global__", "__globalll__")
@@ -134,7 +134,7 @@ def test_subnormals_are_zeros_in_float32_only(cupy):
         x, w = cupy.full((1, 1, 4), tiny, dtype), cupy.full((1, 1, 1), 2, dtype)
         y = cupyconv.conv(x, w, method="direct").get()
         assert (y / tiny).tolist() == [[[expected] * 4]]
-        assert ((x + x).get() / tiny).tolist() == [[[expected] * 4]]  # by a kernel of CuPy's
+        assert ((x + x).get() / tiny).tolist() == [[[expected] * 4]]  # computed by a kernel of CuPy
 
 
 # ---- streams and threads ------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_subnormals_are_zeros_in_float32_only(cupy):
 @pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
 @pytest.mark.parametrize("kind", ["non_blocking", "blocking", "per_thread", "null"])
 def test_all_work_of_a_call_is_on_the_callers_stream(cupy, machine, kind, method):
-    """However slow another stream is; results are read there too."""
+    """This holds however slow another stream is; the result is read on the caller's stream too."""
     (x, w), expected = layer(cupy)
     cupy.cuda.Device().synchronize()
     stream = {
@@ -159,7 +159,7 @@ def test_all_work_of_a_call_is_on_the_callers_stream(cupy, machine, kind, method
 
 
 def test_threads_have_default_streams_of_their_own(cupy, machine):
-    """As under CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1."""
+    """Each thread uses its own default stream, as under CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1."""
 
     def work(seed: int) -> tuple[np.ndarray, np.ndarray]:
         with cupy.cuda.Stream.ptds:
@@ -172,7 +172,7 @@ def test_threads_have_default_streams_of_their_own(cupy, machine):
 
 
 def test_a_graph_of_a_chain_runs_on_what_its_arrays_hold_then(cupy, machine):
-    """Captured once, launched for two inputs; workspace is the graph's own."""
+    """A graph is captured once and launched for two inputs; it has its own workspace."""
     (x, w), _ = layer(cupy, outputs=6)
     out = cupy.zeros((2, 6, 5, 4), np.float32)
     inputs = [x.copy(), x + 1]
@@ -194,7 +194,7 @@ def test_a_graph_of_a_chain_runs_on_what_its_arrays_hold_then(cupy, machine):
 
 
 def test_a_packed_layer_is_read_in_other_streams_threads_and_graphs(cupy, machine, monkeypatch):
-    """What the first call makes is there when it returns: nobody has to wait for the stream that it was made in."""
+    """The weight that the first call packs is ready when it returns: nothing has to wait for that call's stream."""
     monkeypatch.setattr(cuda_planning, "METHODS", ("implicit_gemm",))
     (x, w), expected = layer(cupy)
     packed = cupyconv.ConvLayer(w).packed()
@@ -209,7 +209,7 @@ def test_a_packed_layer_is_read_in_other_streams_threads_and_graphs(cupy, machin
     machine.launches.clear()
     first = cupy.cuda.Stream(non_blocking=True)
     with first:
-        ignored = cupyconv.conv_chain(x, [packed])  # all else in this stream is left waiting
+        ignored = cupyconv.conv_chain(x, [packed])  # the other work in this stream stays pending
     assert np.array_equal(result(), expected) and np.array_equal(result(), expected)
     with ThreadPoolExecutor(4) as pool:
         for actual in pool.map(lambda _: result(), range(4)):
@@ -233,7 +233,7 @@ def test_a_layer_packed_on_the_second_gpu_stays_there(cupy, machine, monkeypatch
     with cupy.cuda.Device(1):
         (x, w), expected = layer(cupy)
         cupy.cuda.Device().synchronize()
-    packed = cupyconv.ConvLayer(w).packed()  # where the first GPU is the current one
+    packed = cupyconv.ConvLayer(w).packed()  # while the first GPU is the current one
     assert packed.weight.device.id == 1
     for _ in range(2):
         actual = cupyconv.conv_chain(x, [packed])
@@ -269,7 +269,7 @@ def test_arrays_of_two_gpus_are_refused(cupy, machine):
 
 
 def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine):
-    """Blocks that wait for each other need a place each: with four multiprocessors there is none for all."""
+    """Blocks that wait for each other must all be resident, which four multiprocessors do not allow for all blocks."""
     case = RecurrentCase(
         cell="lstm", steps=3, batch=40, inputs=20, hidden=200, direction="forward", dtype="float32",
         optional=("bias_ih",), linear_before_reset=False,
@@ -291,7 +291,7 @@ def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine
 
 
 def filtered(cupy, size, taps, dtype=np.float32, **settings):
-    """An image filtered by transforms, and how far that is from the oracle."""
+    """Return a call that filters an image by transforms, and a function for its error relative to the reference."""
     rng = np.random.default_rng(size)
     host = [rng.standard_normal(shape).astype(dtype) for shape in ((2, 2, size, size - 3), (3, 2, taps, taps))]
     x, weight = map(cupy.asarray, host)
@@ -315,7 +315,7 @@ def test_transforms_by_cupys_cufft(cupy, dtype):
 
 
 def test_a_weight_gradient_by_cupys_cufft(cupy):
-    """Of merged inputs; the emulated cuFFT works in more memory than is counted at first."""
+    """The limit holds for merged inputs, although the emulated cuFFT needs more memory than first assumed."""
     from cupyconv.call.dispatch import backend_for
 
     rng = np.random.default_rng(0)
@@ -335,7 +335,10 @@ def test_a_weight_gradient_by_cupys_cufft(cupy):
 
 
 def test_streams_share_no_transforms(cupy, machine):
-    """Each has plans of its own, in memory of its own: CuPy's own plans go from stream to stream, and so would that memory."""
+    """Each stream has its own plans in its own memory.
+
+    CuPy's own plans are used by several streams, so these would share the memory too.
+    """
     from cupyconv.call.dispatch import backend_for
 
     call, error = filtered(cupy, 40, 7)
@@ -353,7 +356,7 @@ def test_streams_share_no_transforms(cupy, machine):
 
 
 def test_transforms_of_a_stream_share_the_largest_memory(cupy):
-    """A larger one comes: those before it are made anew, and all are as right as they were."""
+    """When a transform needs more memory, the stream's earlier plans are made again, and all results stay right."""
     from cupyconv.call.dispatch import backend_for
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -370,7 +373,7 @@ def test_transforms_of_a_stream_share_the_largest_memory(cupy):
 
 
 def test_what_is_allocated_while_a_plan_is_made_is_not_the_plans(cupy, monkeypatch):
-    """As a finalizer may that runs meanwhile: its arrays lay where the transforms work."""
+    """A finalizer may allocate while a plan is made; its arrays once shared memory with the transforms."""
     from cupyconv.cuda.run.cupy_device import _Transforms
 
     lent, found = _Transforms._lent, []
@@ -389,7 +392,7 @@ def test_what_is_allocated_while_a_plan_is_made_is_not_the_plans(cupy, monkeypat
 
 
 def test_a_finalizer_may_load_a_kernel_while_one_is_loaded(cupy, monkeypatch):
-    """It waited for ever for the lock of its own thread."""
+    """Such a call once waited forever for the lock of its own thread."""
     from cupyconv.cuda.run.cupy_device import CupyDevice
 
     load, outcomes = CupyDevice._function, []
@@ -412,7 +415,7 @@ def test_a_finalizer_may_load_a_kernel_while_one_is_loaded(cupy, monkeypatch):
 
 
 def steps_of_deconvolution(cupy, size, taps=9):
-    """Two arrays that a step reads, one that it writes, the step (an image filtered, and an input gradient) and the oracle."""
+    """Return an input and an output array, a step (a convolution and its input gradient) and its reference."""
     rng = np.random.default_rng(size)
     host = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, size, size - 3), (1, 1, taps, taps))]
     x, psf = map(cupy.asarray, host)
@@ -431,7 +434,7 @@ def steps_of_deconvolution(cupy, size, taps=9):
 
 
 def test_a_graph_of_transforms_works_in_memory_of_its_own(cupy, machine):
-    """Launched on one stream while another makes such calls, and when no plan is kept any more."""
+    """The graph may run on another stream while such calls run on its own, and after no plan is cached any more."""
     from cupyconv.call.dispatch import backend_for
 
     x, out, step, expected = steps_of_deconvolution(cupy, 40)
@@ -450,7 +453,7 @@ def test_a_graph_of_transforms_works_in_memory_of_its_own(cupy, machine):
         x.set(image, stream=other)
         cupy.cuda.Device().synchronize()
         graph.launch(other)
-        while not other.done:  # each question lets it do one thing more
+        while not other.done:  # each query lets it do one more piece of work
             with stream:
                 beside()
                 stream.synchronize()
@@ -461,11 +464,11 @@ def test_a_graph_of_transforms_works_in_memory_of_its_own(cupy, machine):
             _, _, larger, _ = steps_of_deconvolution(cupy, 70)
             larger()
         cupy.cuda.Device().synchronize()
-        transforms.clear()  # as if the thread had gone through many streams
+        transforms.clear()  # as after the thread has used many streams
 
 
 def test_a_capture_makes_no_plan_of_transforms(cupy, machine):
-    """It says so before anything is enqueued; the same call outside makes what the next capture needs."""
+    """The call is refused before anything is enqueued; outside a capture, it makes what the next capture needs."""
     _, _, step, _ = steps_of_deconvolution(cupy, 30)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     cupy.cuda.Device().synchronize()
@@ -489,7 +492,7 @@ def test_a_capture_makes_no_plan_of_transforms(cupy, machine):
 
 
 def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
-    """What its processes do on a GPU, so that no minute of one is lost on a fault of theirs."""
+    """The report's processes run here what they do on a GPU, so that a mistake in them costs no GPU time."""
     from cupyconv.cuda.run.cupy_device import CupyDevice
     from tests.gpu_report.compilation import compile_variants, planned_variants
     from tests.gpu_report.smoke import run_call
@@ -502,7 +505,7 @@ def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
 
 
 def test_host_time_is_measured_with_a_driver_that_does_nothing(cupy):
-    """After `let_go` calls still come to their end, and are timed; what they take is for a quiet machine."""
+    """After `let_go`, calls still return and are timed; how long they take is measured on an idle machine only."""
     command = [sys.executable, "-m", "tests.fake_gpu", "tests/benchmarks/host_time.py", "--rounds", "1", "--calls", "2"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     of_cupy = done.stdout.partition("cuda, CuPy on a driver that does nothing")[2].partition("NumPy, ")[0]
@@ -512,13 +515,14 @@ def test_host_time_is_measured_with_a_driver_that_does_nothing(cupy):
 # ---- streams that are slow or fail, and little memory -----------------------------------------------------------------
 
 
-#: Work that a slow stream holds.  A little of it is done whenever CuPy asks, without waiting, whether it is done.
+#: Work items that a slow stream holds.  Each time CuPy queries, without waiting, whether it is done, a little of it is
+#: done.
 MUCH = 50
 
 
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
-    """What a call enqueues comes after what its stream holds, which is not done when the call returns."""
+    """A call's work is enqueued behind that of the stream, which is not done when the call returns."""
     target, call = gpu_target(), CALLS[name]
     arrays = arrays_on(target)
     stream, begun = cupy.cuda.Stream(non_blocking=True), []
@@ -536,7 +540,10 @@ def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
 
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_launches_that_fail(cupy, machine, name):
-    """Each one of a call: CUDA's own error, nothing changed but the result, nothing lost, and the next call is right."""
+    """Each launch of a call fails in turn with CUDA's own error.
+
+    Only the result may have changed, no memory is lost, and the next call is right.
+    """
     target, call = gpu_target(), CALLS[name]
     arrays = arrays_on(target)
     held = {key: array.get() for key, array in vars(arrays).items()}
@@ -567,10 +574,10 @@ def cublas_error() -> type[Exception]:
 
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_a_pool_with_a_limit(cupy, machine, name):
-    """Less and less memory for CuPy's pool: smaller chunks, then MemoryError, and with it back the call is right."""
+    """With less and less pool memory, calls use smaller chunks, then raise MemoryError; with it back they are right."""
     target, call = gpu_target(), CALLS[name]
     expected = call(arrays_on(target)).get()
-    pool, outcomes = cupy.cuda.MemoryPool(), []  # in which no other call has left pieces
+    pool, outcomes = cupy.cuda.MemoryPool(), []  # a new pool, without fragments of other calls
     with cupy.cuda.using_allocator(pool.malloc):
         arrays = arrays_on(target)
         least = pool.total_bytes()
@@ -578,7 +585,7 @@ def test_a_pool_with_a_limit(cupy, machine, name):
             pool.set_limit(size=least + spare)
             try:
                 y = call(arrays).get()
-                # A plan with less may sum in another order.
+                # A plan with less memory may sum in another order.
                 np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
                 outcomes.append(True)
             except cupy.cuda.memory.OutOfMemoryError:
@@ -591,7 +598,7 @@ def test_a_pool_with_a_limit(cupy, machine, name):
 
 
 def test_a_limit_of_the_pool_takes_smaller_chunks(cupy, machine):
-    """More launches for the same numbers."""
+    """Less memory gives more launches and the same numbers."""
     x, w = cupy.ones((8, 4, 64, 64), np.float32), cupy.ones((4, 4, 3, 3), np.float32)
     out, pool = cupy.zeros((8, 4, 62, 62), np.float32), cupy.get_default_memory_pool()
     launches = []

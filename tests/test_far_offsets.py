@@ -1,6 +1,6 @@
-"""Elements further apart than an int32 counts: every array's last one lies beyond 2**31 elements of its memory.
+"""Offsets beyond int32: the last element of every array is more than 2**31 elements after the first one.
 
-The system maps memory when it is touched.  So an array may span gigabytes, of which a few pages exist.
+The system maps memory when it is first touched, so an array may span gigabytes of which only a few pages exist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BEYOND_INT32 = 2**31 + 64
 
 
 def untouched(target: Target, size: int, dtype: Any) -> Any:
-    """A line of zeros that takes no memory yet."""
+    """Return a one-dimensional array of zeros whose memory is not mapped yet."""
     return np.zeros(size, dtype) if target.device is None else target.device.untouched(size, dtype)
 
 
 def far_apart(target: Target, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
-    """Zeros whose steps along one axis go beyond 2**31 elements; in C order along the others."""
+    """Return zeros that span more than 2**31 elements along one axis; the other axes are in C order."""
     if not -len(shape) <= axis < len(shape) or shape[axis] == 1:
         axis = shape.index(max(shape))
     axis %= len(shape)
@@ -55,7 +55,7 @@ def resident_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """Only what is touched may take memory."""
+    """Check that only touched pages use memory."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("whether memory is there is asked of Linux")
     if os.environ.get("CUPYCONV_HOST_SANITIZER") == "asan":
@@ -80,12 +80,12 @@ CASES = [
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("make_target, name", CASES)
 def test_arguments(make_target, name, axis):
-    """Samples, channels or pixels far apart."""
+    """Arguments may have samples, channels or pixels that are far apart."""
     target = make_target()
     near = arrays_on(target)
     far = {key: copied_far_apart(target, target.to_host(array), axis) for key, array in vars(near).items()}
     call = CALLS[name]
-    if name == "implicit_gemm" and axis == 1:  # a step from channel to channel that an int32 cannot count
+    if name == "implicit_gemm" and axis == 1:  # the stride between channels exceeds int32
         with pytest.raises(ValueError, match=r"within an image.* are int32 there"):
             call(SimpleNamespace(**far))
         return
@@ -115,7 +115,7 @@ RESULTS = {
     ids=["numpy", "host_device"],
 )
 def test_results(make_target, name, axis):
-    """Written far apart."""
+    """Results may be written to arrays whose elements are far apart."""
     target = make_target()
     arrays = arrays_on(target)
     expected = target.to_host(RESULTS[name](arrays, None))
@@ -125,7 +125,7 @@ def test_results(make_target, name, axis):
 
 
 def of_few_windows(target: Target, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
-    """An image of more than 2**31 pixels, zeros but for the two at each of its ends along the last axis; and these."""
+    """Return an image of more than 2**31 pixels, zero except two at each end of the last axis, and these elements."""
     x = untouched(target, prod(shape), np.float16).reshape(shape)
     ends = np.arange(1, 1 + prod(shape[:-1]) * 4, dtype=np.float16).reshape(*shape[:-1], 4)
     x[..., :2], x[..., -2:] = ends[..., :2], ends[..., 2:]
@@ -151,7 +151,7 @@ WINDOWS = {
     ids=["numpy", "host_device"],
 )
 def test_few_windows_of_a_large_image(make_target, name):
-    """The image itself has more than 2**31 pixels, and its two windows lie at its ends."""
+    """The image itself has more than 2**31 pixels, and its two windows are at its ends."""
     target = make_target()
     x, ends = of_few_windows(target, (1, 1, STRIDE + 2))
     w = np.array([[[1, 2]], [[-1, 3]]], np.float16)

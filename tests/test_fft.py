@@ -1,4 +1,4 @@
-"""The method "fft" on NumPy: what it computes, how far it may be off, how it is cut, and where it is taken."""
+"""The method "fft" on NumPy: its results, its errors, how it divides work, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
 
 
 def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
-    """x, weight and the gradient of their convolution."""
+    """Return x, the weight and the gradient of their convolution."""
     x, weight, settings = CASES[name]
     x, weight = normal(*x, dtype=x_dtype), normal(*weight, dtype=weight_dtype, seed=1)
     shape = reference.conv(x, weight, **settings).shape
@@ -28,7 +28,7 @@ def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
 
 
 def check(function, oracle, arrays, settings, terms, limit=150_000):
-    """The oracle's result of the same arguments, on 1 and on 2 threads, in one block and in several."""
+    """Compare with the reference result on 1 and on 2 threads, in one block and in several."""
     expected = oracle(*arrays, **settings)
     for threads, most in ((1, None), (2, None), (2, limit)):
         with cupyconv.options(threads=threads, workspace_limit=most):
@@ -46,7 +46,7 @@ def test_convolution(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_input_gradient(name):
-    """A convolution, or where padding is of copies, what is added to those that they are of."""
+    """The gradient is a convolution; with a padding mode, gradients of copies are added to the elements copied."""
     x, weight, grad, settings = arrays_of(name)
     arrays, terms = (grad, weight, x.shape), weight.size * (6 if "padding_mode" in settings else 1)
     check(cupyconv.conv_grad_input, reference_gradients.conv_grad_input, arrays, settings, terms)
@@ -54,7 +54,7 @@ def test_input_gradient(name):
 
 @pytest.mark.parametrize("channels, groups", [((12,), 1), ((8,), 4), ((5, 7), 1)])
 def test_input_gradients_in_shares(channels, groups):
-    """The gradients of a list of inputs, each in shares of some of its channels, or of some groups."""
+    """Gradients of a list of inputs may be computed in shares of some channels, or of some groups."""
     weight = normal(6 * groups, sum(channels) // groups, 5, 4)
     shapes, settings = [(2, own, 13, 11) for own in channels], dict(padding=2, groups=groups)
     grad = normal(2, len(weight), 13, 12)
@@ -106,7 +106,7 @@ def test_transposed_convolution():
 
 @pytest.mark.parametrize("channels", [3, 16])
 def test_everything_around_a_convolution(channels):
-    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    """Merged inputs in any strides, prologue, bias, residual, activation, its input saved, `out` in place are right."""
     xs = [normal(2, channels, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
     total = channels + 3
     weight, bias, residual = normal(4, total, 5, 3), normal(4), normal(2, 4, 9, 11)
@@ -126,11 +126,11 @@ def test_everything_around_a_convolution(channels):
         np.testing.assert_array_equal(saved, actual)
 
 
-# --- how it is cut --------------------------------------------------------------------------------------------
+# --- how work is divided -------------------------------------------------------------------------------------
 
 
 def test_a_weight_with_too_large_spectra_is_computed_in_shares():
-    """Of outputs, and of groups, whose inputs begin anywhere; each has its own bias, residual and prologue."""
+    """Shares are of outputs, or of groups whose inputs begin anywhere; each has its own bias, residual and prologue."""
     for xs, weight, groups in (
         ([normal(1, 5, 30, 30), normal(1, 3, 30, 30)], normal(24, 8, 11, 11), 1),
         ([normal(1, 5, 30, 30), normal(1, 7, 30, 30)], normal(24, 1, 11, 11), 12),
@@ -152,7 +152,7 @@ def test_a_weight_with_too_large_spectra_is_computed_in_shares():
 
 
 def test_channels_that_go_one_by_one_leave_room_for_larger_tiles():
-    """Also of several inputs, one without channels; with what comes before and after, in no more memory than was said."""
+    """The plan also holds for several inputs, one without channels, and with an epilogue, in the reported memory."""
     xs, weight = [normal(1, 3, 24, 24, 24), normal(1, 0, 24, 24, 24), normal(1, 3, 24, 24, 24)], normal(2, 6, 5, 5, 5)
     bias, prologue, residual = normal(2), (normal(6), None, "relu"), normal(1, 2, 24, 24, 24)
     settings = dict(padding="same", prologue=prologue, residual=residual, activation="relu", method="fft")
@@ -172,7 +172,7 @@ def test_channels_that_go_one_by_one_leave_room_for_larger_tiles():
 
 
 def least_limit(function, *arrays, **settings):
-    """What the refusal says is enough."""
+    """Return the workspace limit that the refusal reports as sufficient."""
     with cupyconv.options(workspace_limit=1):
         with pytest.raises(
             ValueError, match="'fft' does not apply: the smallest tile with its spectra needs"
@@ -190,7 +190,7 @@ def test_without_room_it_is_refused_and_auto_goes_on():
         assert cupyconv.explain(cupyconv.conv, x, weight).method != "fft"
 
 
-#: Kernels nearly as large as the image, or larger than the limit has room for.
+#: Kernels nearly as large as the image, or too large for the workspace limit.
 LARGE = {
     "1-D": ((2, 3, 120), (2, 3, 101), dict(padding=((5, 9),))),
     "2-D": ((1, 1, 30, 27), (1, 1, 25, 22), {}),
@@ -212,7 +212,7 @@ LARGE = {
 @pytest.mark.parametrize("share", [1, 2, 6])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_kernel_is_cut_where_its_spectra_have_no_room(name, share, dtypes):
-    """At the limit that a refusal says is enough, and with more room."""
+    """The kernel is divided at the limit that a refusal reports as sufficient, and at larger limits."""
     shape, kernel, settings = LARGE[name]
     x, weight = (np.round(2 * normal(*one, dtype=dtype)) for one, dtype in zip((shape, kernel), dtypes))
     bias, x_dtype = np.round(normal(kernel[0], dtype=dtypes[1])), np.result_type(x, weight)
@@ -229,7 +229,7 @@ def test_a_kernel_is_cut_where_its_spectra_have_no_room(name, share, dtypes):
         np.testing.assert_array_equal(actual, again)
         assert_close(actual, expected, actual.dtype, int(np.prod(kernel[1:])), magnitude=4.0 * weight[0].size, factor=4)
     if share == 1:
-        # Of these the whole weight's spectra have room wherever a tile has.
+        # In these cases, the spectra of the whole weight fit whenever a tile does.
         assert name in ("3-D", "full", "wrap") or any("FFT of parts" in str(loop) for loop in plan.steps)
         with cupyconv.options(workspace_limit=limit // 2), pytest.raises(ValueError, match="smallest tile"):
             cupyconv.conv(x, weight, bias, method="fft", **settings)
@@ -259,7 +259,7 @@ def test_gradients_of_a_kernel_that_is_cut(name, share):
 
 @pytest.mark.parametrize("size, kernel", [(1600, 1500), (1100, 1000), (1600, 1000), (2_000_000, 1_900_000)])
 def test_a_kernel_nearly_as_large_as_the_image(size, kernel):
-    """A sum of a million taps for each of some thousands of outputs: it took half a minute of the processor."""
+    """Thousands of outputs, each a sum of a million taps, once took half a minute of processor time."""
     axes = 2 if size < 10_000 else 1
     x, weight = normal(1, 1, *(size,) * axes), normal(1, 1, *(kernel,) * axes)
     y = cupyconv.conv(x, weight)
@@ -302,7 +302,10 @@ def test_a_kernel_nearly_as_large_as_the_image(size, kernel):
 
 @pytest.mark.parametrize("channels", [1, 40])
 def test_infinities_under_a_kernel_that_is_cut(channels):
-    """Computed again, of as many taps at a time as there is room for: all windows of one pixel were more, and it was refused."""
+    """Windows of such an element are computed again, in as many taps at a time as fit.
+
+    All windows of one pixel exceeded the limit, and the call was once refused.
+    """
     x, weight = normal(1, channels, 40, 36), normal(1, channels, 33, 31)
     x[0, -1, 3, 4], weight[0, 0, 5, 6] = np.inf, 0
     grad = normal(1, 1, 8, 6)
@@ -358,7 +361,7 @@ SPREAD = {
     ((2, 2, 5000), (2, 2, 101)), ((1, 1, 200, 200), (1, 1, 31, 31)), ((1, 8, 24, 24, 24), (8, 8, 5, 5, 5)),
 ])  # fmt: skip
 def test_errors_are_bounded_by_the_largest_element(kind, x, weight):
-    """What the docstrings promise, against float64."""
+    """Errors stay within the bound of the docstrings, relative to a float64 result."""
     rng = np.random.default_rng(0)
     x, weight = (SPREAD[kind](rng, *shape).astype(np.float32) for shape in (x, weight))
     exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), method="gemm")
@@ -448,7 +451,7 @@ def test_a_kernel_of_one_tap_is_refused():
 
 
 def test_a_chain_is_fused_without_it():
-    """Its layers are transformed whole, or computed tile by tile by other methods."""
+    """Layers of a chain use transforms as a whole, or are computed tile by tile with other methods."""
     x, layers = normal(1, 4, 30, 31), [cupyconv.ConvLayer(normal(4, 4, 9, 9), padding="same")] * 2
     expected = reference.conv(reference.conv(x, layers[0].weight, padding="same"), layers[1].weight, padding="same")
     for fuse in (True, False):

@@ -1,4 +1,4 @@
-"""The method "fft" on CUDA: the same cases as on NumPy, in both orders of spectra, and what is CUDA's alone."""
+"""The method "fft" on CUDA: the cases of NumPy in both orders of spectra, and what only CUDA has."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from cupyconv.cuda.plan.fft_weight_gradient import GradientTiling
 from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.problem.plan import MAX_SOURCES, GemmCall, Transform, every_step
 
-#: Orders of spectra, by whether they are interleaved.
+#: Orders of spectra, as values of `interleaved`.
 ORDERS = {"frequencies side by side": (False,), "channels side by side": (True,)}
 
 
 @pytest.fixture(params=ORDERS)
 def order(request, monkeypatch):
-    """Spectra in one order alone."""
+    """Allow only one order of spectra."""
     monkeypatch.setattr(tiles, "ORDERS", ORDERS[request.param])
     forget_calls()
     yield request.param
@@ -44,7 +44,7 @@ def on(target, arrays):
 
 
 def multiplies_numbers(weight, settings):
-    """Whether each product has one channel and one output: matrices are not for that."""
+    """Whether each product has one channel and one output; such products are not planned as matrices."""
     groups = settings.get("groups", 1)
     return weight.shape[1] * weight.shape[0] // groups == 1
 
@@ -55,7 +55,7 @@ def check(target, x, weight, settings, *, limit=150_000):
     terms = max(1, int(np.prod(weight.shape[1:])))
     for most in (None, limit):
         with cupyconv.options(workspace_limit=most), pytest.MonkeyPatch.context() as patch:
-            if most is not None:  # a sum that begins with what nobody wrote, NaN here, would be computed again
+            if most is not None:  # recomputation would hide a sum that begins with unwritten memory, which is NaN here
                 patch.setattr(tiles, "MOST_PRODUCTS", 0)
             plan = cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings)
             actual = cupyconv.conv(*arrays, method="fft", **settings)
@@ -84,7 +84,7 @@ def test_dtypes(cuda_target, order, dtypes):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_everything_around_a_convolution(cuda_target, order, channels_last):
-    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    """Merged inputs in any strides, prologue, bias, residual, activation, its input saved, `out` in place are right."""
     xs = [normal(2, 3, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
     weight, bias, residual = normal(4, 6, 5, 3), normal(4), normal(2, 4, 9, 11)
     prologue = normal(6), normal(6, seed=1), "relu"
@@ -122,7 +122,7 @@ def test_more_inputs_than_a_kernel_takes(cuda_target, order):
 
 
 def test_a_weight_with_too_large_spectra_is_computed_in_shares(cuda_target, order):
-    """Of outputs, and of groups, whose inputs begin anywhere; each has its own bias, residual and prologue."""
+    """Shares are of outputs, or of groups whose inputs begin anywhere; each has its own bias, residual and prologue."""
     for xs, weight, groups in (
         ([normal(1, 5, 30, 30), normal(1, 3, 30, 30)], normal(24, 8, 11, 11), 1),
         ([normal(1, 5, 30, 30), normal(1, 7, 30, 30)], normal(24, 3, 11, 11), 4),
@@ -140,7 +140,7 @@ def test_a_weight_with_too_large_spectra_is_computed_in_shares(cuda_target, orde
         assert_close(actual, expected, np.float32, 121 * 8, magnitude=1000.0, factor=4)
 
 
-# --- what is enqueued, and the memory it takes ----------------------------------------------------------------
+# --- enqueued work, and its memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [None, 2 << 20, 250_000])
@@ -157,7 +157,7 @@ def test_it_takes_what_explain_says(cuda_target, limit):
 
 
 def test_the_number_of_calls_depends_on_chunks_alone(cuda_target):
-    """One launch and one transform of each kind for all samples and tiles; with less memory as many for each chunk."""
+    """Samples and tiles share one launch and one transform of each kind; with less memory, each chunk has as many."""
     weight = cuda_target.to_device(normal(3, 2, 9, 9))
 
     def enqueued(samples, limit=None):
@@ -193,7 +193,7 @@ def test_without_room_it_is_refused_and_auto_goes_on():
 
 
 def test_a_device_that_needs_more_memory_for_transforms_is_planned_for(cuda_target, monkeypatch):
-    """It turns out as a plan is made ready; another that counts it keeps within the limit."""
+    """The device's need shows when a plan is prepared; a new plan that counts it stays within the limit."""
     device = cuda_target.device
     monkeypatch.setattr(device, "transform_work", 40.0)
     monkeypatch.setattr(device, "model", device.model)
@@ -253,7 +253,7 @@ def test_what_would_take_too_long_is_left_as_it_is(cuda_target, monkeypatch):
 
 
 def check_input_gradient(target, grad, weight, shapes, settings, *, limit=250_000):
-    """`shapes` is one, or a list."""
+    """Compare input gradients with the reference; `shapes` is one shape or a list of shapes."""
     merged = shapes if isinstance(shapes, tuple) else (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:])
     expected = reference_gradients.conv_grad_input(grad, weight, merged, **settings)
     arrays = on(target, (grad, weight))
@@ -273,7 +273,7 @@ GRADIENTS = ("2-D", "1-D", "3-D", "dilation", "many channels", "groups", "severa
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_an_input_gradient_is_a_convolution(cuda_target, order, name):
-    """Of groups too, whose weight is no view of the other's, and of what padding repeats."""
+    """This also holds with groups, whose weight is no view of the other, and for padding that repeats elements."""
     x, weight, settings = CASES[name]
     weight = normal(*weight, seed=1)
     grad = normal(*reference.conv(normal(*x), weight, **settings).shape, seed=2)
@@ -290,7 +290,7 @@ def test_an_input_gradient_of_complex_numbers_has_the_weight_conjugated(cuda_tar
 
 
 def test_input_gradients_of_groups_that_several_inputs_share(cuda_target, order):
-    """Inputs begin and end within groups, at their borders, and have some whole ones between; the weight lies anywhere."""
+    """Inputs begin and end inside groups and at their borders, with whole groups between; the weight is strided."""
     weight, settings = normal(10, 5, 3, 6).transpose(0, 3, 1, 2)[:, ::2], dict(groups=5, padding=((1, 2), (0, 3)))
     shapes = [(2, channels, 11, 9) for channels in (2, 2, 8, 1, 1, 1)]
     grad = normal(*reference.conv(normal(2, 15, 11, 9), weight, **settings).shape)
@@ -299,7 +299,7 @@ def test_input_gradients_of_groups_that_several_inputs_share(cuda_target, order)
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
 def test_input_gradients_of_groups_are_convolutions_by_other_methods_too(cuda_target, method):
-    """Exactly, of integers: the exchanged weight is a copy."""
+    """The gradient of integers is exact; the exchanged weight is a copy."""
     rng = np.random.default_rng(5)
     weight, grad = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((10, 3, 3, 2), (2, 10, 7, 8)))
     for settings in (dict(groups=5), dict(groups=5, stride=2, padding=1)):
@@ -324,7 +324,7 @@ def test_without_room_for_the_exchanged_weight_an_input_gradient_is_refused():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stride", [1, (2, 1)])
 def test_an_input_gradient_is_folded_where_padding_repeats_elements(cuda_target, mode, stride):
-    """Into several images, all samples at a time, some transforms at a time, two, two and one sample, and one by one."""
+    """Several images are folded at once, some transforms at a time, for 2, 2 and 1 samples, and one by one."""
     shapes, weight = [(5, 2, 30, 21), (5, 1, 30, 21)], normal(3, 3, 7, 6)
     settings = dict(padding=((2, 3), (4, 1)), padding_mode=mode, stride=stride)
     grad = normal(*reference.conv(normal(5, 3, 30, 21), weight, **settings).shape)
@@ -340,7 +340,7 @@ def test_an_input_gradient_is_folded_where_padding_repeats_elements(cuda_target,
 
 
 def test_the_gradient_of_one_image_is_folded_where_two_would_not_fit():
-    """It may take half of the workspace, and no more."""
+    """The padded gradient of a sample may use half of the workspace, and no more."""
     grad, weight = (np.broadcast_to(np.float32(0), shape) for shape in ((1, 1, 1000, 1000), (1, 4, 9, 9)))
     settings = dict(padding=4, padding_mode="reflect", method="fft", on="sm_90")
     sample = 4 * 1008**2 * 4
@@ -367,7 +367,7 @@ def test_auto_takes_it_for_the_gradient_of_a_deconvolution(mode):
 
 
 def test_the_gradients_of_a_result_by_transforms(cuda_target):
-    """All of them by whatever takes least."""
+    """Each gradient uses the method with the lowest estimated time."""
     x, weight = normal(2, 2, 40, 31), normal(3, 2, 9, 9)
     arrays = on(cuda_target, (x, weight))
     y, pullback = cupyconv.vjp(cupyconv.conv, *arrays, padding="same", padding_mode="reflect", method="fft")
@@ -409,7 +409,7 @@ def test_a_weight_gradient(cuda_target, order, name):
 
 @pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES if dtype != "float32"), *MIXED], ids=str)
 def test_dtypes_of_a_weight_gradient(cuda_target, order, dtypes):
-    """Of complex numbers it is of conjugates."""
+    """Gradients of complex numbers use conjugates."""
     for name in ("many channels", "symmetric"):
         x, weight, settings = CASES[name]
         shape = reference.conv(np.zeros(x), np.zeros(weight), **settings).shape
@@ -418,7 +418,7 @@ def test_dtypes_of_a_weight_gradient(cuda_target, order, dtypes):
 
 
 def test_a_weight_gradient_of_merged_inputs(cuda_target, order):
-    """Each is transformed by itself, in the same memory, wherever groups begin; with a prologue, in strides of its own."""
+    """Inputs are transformed one by one, in the same memory, wherever groups begin, with a prologue and any strides."""
     xs = [normal(3, 5, 23, 17), normal(3, 23, 17, 2).transpose(0, 3, 1, 2), normal(3, 5, 46, 17)[:, :, ::2]]
     for groups in (1, 3):
         weight, settings = (6, 12 // groups, 5, 3), dict(groups=groups, padding=((2, 2), (1, 0)), stride=(2, 1))
@@ -437,7 +437,7 @@ def test_a_weight_gradient_of_merged_inputs(cuda_target, order):
 
 
 def test_a_weight_gradient_in_shares(cuda_target, order):
-    """Of outputs, and of groups, where the spectra of all kernels have no room."""
+    """Shares are of outputs, or of groups, if the spectra of all kernels do not fit."""
     for channels, weight, groups in ((8, (24, 8, 11, 11), 1), (12, (24, 3, 11, 11), 4)):
         xs = [normal(1, 5, 30, 30), normal(1, channels - 5, 30, 30)]
         plan = check_weight_gradient(cuda_target, normal(1, 24, 20, 20), xs, weight, dict(groups=groups), limit=330_000)
@@ -515,7 +515,7 @@ def test_it_can_be_forbidden():
 
 
 def test_without_cufft_another_method_is_taken(cuda_target, monkeypatch):
-    """It turns out as a plan is made ready; from then on every plan knows."""
+    """That cuFFT is missing shows when a plan is prepared; all later plans take it into account."""
     device = cuda_target.device
     monkeypatch.setattr(device, "has_cufft", False)
     monkeypatch.setattr(device, "model", device.model)
@@ -530,7 +530,7 @@ def test_without_cufft_another_method_is_taken(cuda_target, monkeypatch):
 
 
 def test_it_is_captured_where_products_are_one_by_one(cuda_target, monkeypatch):
-    """Those of matrices are cuBLAS's."""
+    """Matrix products are cuBLAS calls, which cannot be captured."""
     one, several = normal(1, 1, 9, 9), normal(4, 4, 9, 9)
     for weight, refused in ((one, False), (several, True)):
         x = normal(1, weight.shape[1], 40, 40)
@@ -572,7 +572,7 @@ TRANSFORMED: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], int]] 
 def test_transforms_are_along_the_axes_of_several_taps_and_of_quick_lengths(
     monkeypatch, shape, kernel, settings, lines, interleaved
 ):
-    """The last is even; along others tiles are one pixel long.  cuFFT is given memory for the largest spectra."""
+    """The last length is even; along other axes tiles are one pixel long.  cuFFT has memory for the largest spectra."""
     monkeypatch.setattr(tiles, "ORDERS", (interleaved,))
     plan = cupyconv.explain(cupyconv.conv, array(*shape), array(*kernel), method="fft", on="sm_90", **settings)
     check_plan(plan)
@@ -590,7 +590,7 @@ def test_transforms_are_along_the_axes_of_several_taps_and_of_quick_lengths(
 
 
 def test_more_frequencies_than_a_batch_holds(monkeypatch):
-    """Each has its product, none two."""
+    """Each frequency has exactly one product."""
     monkeypatch.setattr(tiles, "ORDERS", (True,))
     limit, settings = 1 << 34, {"method": "fft", "on": "sm_90"}
     with cupyconv.options(workspace_limit=limit):
@@ -608,7 +608,7 @@ def test_more_frequencies_than_a_batch_holds(monkeypatch):
     ("shape", "outputs", "taps"), [((64, 64, 4096, 4096), 64, 31), ((1, 4096, 64, 64), 4096, 3), ((2, 2, 60_000, 60_000), 2, 99)]
 )  # fmt: skip
 def test_elements_of_a_steps_tiles_have_32_bits(monkeypatch, shape, outputs, taps, interleaved):
-    """Where there is room for more there are chunks, or shares, but no more of these than it takes."""
+    """With more memory there are still chunks or shares, but no more than 32 bits require."""
     monkeypatch.setattr(tiles, "ORDERS", (interleaved,))
     settings = {"method": "fft", "on": "sm_90", "padding": "same"}
     x, weight, limit = array(*shape), array(outputs, shape[1], taps, taps), 1 << 50
@@ -622,7 +622,7 @@ def test_elements_of_a_steps_tiles_have_32_bits(monkeypatch, shape, outputs, tap
 
 
 def test_what_a_place_takes_grows_with_its_channels():
-    """Also where the threads are as many."""
+    """The estimated time of a position grows with its channels, also if the number of threads stays the same."""
     taken = []
     for channels in (1, 4, 8, 16):
         tiling = tiles.Tiling(

@@ -1,4 +1,4 @@
-"""Input gradients through padding modes on NumPy: the image as if zeros lay around it, and its borders folded onto it."""
+"""Input gradients through padding modes on NumPy: the image with zero padding, plus the folded borders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_border_is_folded_where_its_elements_stand_for_others(shape, kerne
     grad = integers(*out)
     expected = reference_gradients.conv_grad_input(grad, weight, shape, padding_mode=mode, **window)
     for threads in (1, 2):
-        with cupyconv.options(threads=threads, allow_fft=False, allow_winograd=False):  # exact
+        with cupyconv.options(threads=threads, allow_fft=False, allow_winograd=False):  # so that results are exact
             actual = cupyconv.conv_grad_input(grad, weight, shape, padding_mode=mode, **window)
         np.testing.assert_array_equal(actual, expected)
 
@@ -47,11 +47,11 @@ def test_which_gradients_are_folded():
     for mode in MODES:
         assert is_folded(plan_of((2, 4, 32, 32), weight, grad, padding=1, padding_mode=mode))
     assert not is_folded(plan_of((2, 4, 32, 32), weight, grad, padding=1))
-    half = grad.astype(np.float16), weight.astype(np.float16)  # would be rounded twice
+    half = grad.astype(np.float16), weight.astype(np.float16)  # sums would be rounded twice
     assert not is_folded(plan_of((2, 4, 32, 32), half[1], half[0], padding=1, padding_mode="wrap"))
-    with cupyconv.options(workspace_limit=2_000):  # a border of 34 x 8 elements, and twice
+    with cupyconv.options(workspace_limit=2_000):  # too small for a border of 34 x 8 elements, and for it twice
         assert not is_folded(plan_of((2, 4, 32, 32), weight, grad, padding=1, padding_mode="wrap"))
-    wide = integers(2, 4, 4, 4)  # the borders are more than the image
+    wide = integers(2, 4, 4, 4)  # the borders are larger than the image
     assert not is_folded(plan_of((2, 4, 4, 4), integers(4, 4, 7, 7), wide, padding=3, padding_mode="reflect"))
 
 

@@ -1,6 +1,6 @@
-"""What only a GPU can show: the facts of cuBLAS and CuPy that the CUDA backend rests on.
+"""Properties of cuBLAS and CuPy that the CUDA backend relies on, and that only a GPU can show.
 
-The first test of this file is the first thing to run on a new kind of GPU: everything else assumes it.
+Run the first test of this file first on a new kind of GPU: everything else assumes that it passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def random(rng, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weight_stride_zero_on_two_streams_at_once(gpu, dtype):
-    """One strided-batched GEMM with a shared weight: right, and the same bits on concurrent streams."""
+    """One strided-batched GEMM with a shared weight is right, and gives the same bits on concurrent streams."""
     cupy = gpu.xp
     rng = np.random.default_rng(0)
     x, w = random(rng, (16, 64, 24, 24), dtype), random(rng, (96, 64, 1, 1), dtype)
@@ -72,7 +72,7 @@ def test_same_bits_every_time(gpu, dtype, method):
 
 
 def test_nothing_waits_for_the_gpu(gpu):
-    """A call returns while the stream is still busy with what was there before it."""
+    """A call returns while its stream is still busy with earlier work."""
     cupy = gpu.xp
     x, w = cupy.ones((8, 32, 64, 64), np.float32), cupy.ones((32, 32, 3, 3), np.float32)
     cupyconv.conv(x, w, padding=1, activation="relu")  # compile and load
@@ -105,19 +105,19 @@ def test_a_loop_with_out_does_not_grow_the_pool(gpu):
     ids=str,
 )
 def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, method):
-    """The fused merge, the depthwise, the general kernel and implicit GEMM, whose workspace the graph allocates."""
+    """Fused merge, depthwise, general kernel and implicit GEMM, whose workspace the graph allocates."""
     cupy = gpu.xp
     x, w = cupy.ones((2, 8, 1000), np.float32), cupy.ones(kernel, np.float32)
     expected = gpu.to_host(cupyconv.conv(x, w, groups=groups, method=method))
     out = cupy.zeros(expected.shape, np.float32)
-    cupy.cuda.Device().synchronize()  # that stream waits for no other
+    cupy.cuda.Device().synchronize()  # the next stream waits for no other
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cupyconv.conv(x, w, groups=groups, method=method, out=out)
         stream.begin_capture()
         cupyconv.conv(x, w, groups=groups, method=method, out=out)
         graph = stream.end_capture()
-        for _ in range(2):  # the second launch finds the first one's memory freed
+        for _ in range(2):  # the second launch must find the first one's memory freed
             out.fill(0)
             graph.launch(stream)
     stream.synchronize()
@@ -127,7 +127,7 @@ def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, 
 @pytest.mark.parametrize("method", ["step", "persistent"])
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_recurrent_layer_can_be_captured_in_a_graph(gpu, cell, method):
-    """Both are right, and again where a graph launches them: blocks that wait begin to count from 0 each time."""
+    """Both methods are right, also in a graph: the counters that blocks wait for start from 0 in each launch."""
     cupy = gpu.xp
     case = RecurrentCase(
         cell=cell, steps=7, batch=35, inputs=20, hidden=138, direction="bidirectional", dtype="float32",
@@ -137,7 +137,7 @@ def test_a_recurrent_layer_can_be_captured_in_a_graph(gpu, cell, method):
     views, expected = case.views(arrays, gpu.to_device, cupy), case.expected(arrays)
     outs = [cupy.zeros(one.shape, np.float32) for one in case.call(views, method=method) if one is not None]
     out = outs if len(outs) == 2 else (outs[0], tuple(outs[1:]))
-    cupy.cuda.Device().synchronize()  # that stream waits for no other
+    cupy.cuda.Device().synchronize()  # the next stream waits for no other
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         case.call(views, method=method, out=out)
@@ -170,7 +170,7 @@ def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):
 
 
 def test_a_call_that_converts_an_argument_says_that_it_cannot_be_captured(gpu):
-    """The converted copy's memory would be another's by the time the graph is launched."""
+    """By the launch of the graph, the memory of the converted copy would belong to another array."""
     cupy = gpu.xp
     x, w, out = cupy.ones((2, 8, 1000), np.float32), cupy.ones((8, 8, 1)), cupy.zeros((2, 8, 1000))
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -183,7 +183,7 @@ def test_a_call_that_converts_an_argument_says_that_it_cannot_be_captured(gpu):
 
 
 def test_more_shared_memory_than_a_kernel_has_unasked(gpu):
-    """Above 48 KiB a function has to be told; one that was told for less before, too."""
+    """A function must be told if it may use more than 48 KiB, also if it was told a smaller size before."""
     cupy = gpu.xp
     xs, w = [cupy.ones((1, 4, 256), np.float32)] * 5, cupy.ones((4, 20), np.float32)
     expected = gpu.to_host(cupyconv.linmerge(xs, w, method="direct"))
@@ -199,7 +199,7 @@ def test_more_shared_memory_than_a_kernel_has_unasked(gpu):
 
 
 def test_parameters_are_copied_when_a_launch_is_enqueued(gpu):
-    """One memory for the parameters of all launches of a plan: many in flight, each with its own addresses."""
+    """All launches of a plan share the memory of their parameters; many are in flight, each with its own addresses."""
     cupy = gpu.xp
     w = cupy.ones((4, 4), np.float32)
     images = [cupy.full((1, 4, 64), float(i), np.float32) for i in range(300)]
@@ -208,7 +208,7 @@ def test_parameters_are_copied_when_a_launch_is_enqueued(gpu):
 
 
 def test_first_calls_of_many_threads(gpu):
-    """Backends, modules and handles are made once, whoever asks first."""
+    """Backends, modules and handles are created once, whichever thread needs them first."""
     x, w = gpu.to_device(np.ones((4, 6, 50), np.float32)), gpu.to_device(np.ones((5, 6, 3), np.float32))
     with ThreadPoolExecutor(8) as pool:
         results = list(
@@ -225,7 +225,10 @@ def lstm_arguments(gpu, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_blocks_that_wait_for_each_other_beside_other_work(gpu, dtype):
-    """Two persistent kernels and products on streams of their own: the same bits each time, and those steps give."""
+    """Two persistent kernels and products run on separate streams.
+
+    Each run gives the same bits, which agree with the method "step".
+    """
     cupy = gpu.xp
     arguments = lstm_arguments(gpu, dtype)
     expected = gpu.to_host(cupyconv.lstm(*arguments, method="step")[0])
@@ -275,7 +278,7 @@ def flat(result):
 
 
 def test_a_gemm_of_very_many_columns(gpu):
-    """The last columns of a product near the size that plans allow in one call."""
+    """The last columns are right in a product near the largest size that plans put into one call."""
     cupy = gpu.xp
     pixels = 2**28 + 8
     x = cupy.zeros((1, 2, pixels), np.float16)
@@ -285,7 +288,7 @@ def test_a_gemm_of_very_many_columns(gpu):
 
 
 def test_past_two_to_the_31_elements(gpu):
-    """64-bit offsets: the last pixels of an array of more than 2**31 elements."""
+    """Offsets have 64 bits: the last pixels of an array of more than 2**31 elements are right."""
     cupy = gpu.xp
     pixels = 2**31 + 1024
     if cupy.cuda.Device().mem_info[0] < 6 * pixels:

@@ -1,7 +1,6 @@
-"""`python -m tests.gpu_report` without a GPU: its table, its parts on the host device and on NumPy, what ends processes.
+"""`python -m tests.gpu_report` without a GPU: its table, its parts on the host device and NumPy, and how processes end.
 
-So no typo costs time on a GPU.  Every part's commands are executed here, the sanitizer's with a program that stands in
-for NVIDIA's.
+So no typing error costs time on a GPU.  Every part's commands run here; a program stands in for NVIDIA's sanitizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.variants import all_variants
 
 @pytest.fixture
 def run(tmp_path):
-    """Of a machine without a GPU, in an empty folder."""
+    """A run on a machine without a GPU, in an empty folder."""
     return Run(tmp_path, no_gpu="there is none")
 
 
@@ -56,7 +55,7 @@ def test_every_kernel_is_in_the_table():
 def test_a_call_has_every_dtype_of_its_kernel(name):
     macros = [dict(variant.macros) for variant in all_variants() if variant.name == name]
     compiled = {values.get("Y_DTYPE", values.get("DTYPE")) for values in macros} & ITEMSIZE.keys()
-    assert set(CALLS[name].dtypes) == (compiled or set(REAL))  # bits are all that pack_weight.cu knows of a dtype
+    assert set(CALLS[name].dtypes) == (compiled or set(REAL))  # pack_weight.cu knows only the number of bits of a dtype
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -69,13 +68,13 @@ def test_a_call_runs_its_kernel_and_is_right(cuda_target, name, nightly):
 def test_a_call_that_runs_another_kernel_or_is_wrong_fails(cuda_target, monkeypatch):
     right = CALLS["merge"]
 
-    def message(points, **changes):  # each of other sizes: a call like one before prepares nothing
+    def message(points, **changes):  # each call has other sizes: a call like an earlier one prepares nothing
         shapes = ((2, 5, points), (2, 3, points), (7, 8))
         monkeypatch.setitem(CALLS, "merge", replace(right, shapes=shapes, **changes))
         return smoke.run_call(cuda_target, "merge", "float32")["message"]
 
     def times(factor):
-        """Wrong where a method is named, which the reference does not."""
+        """Return a function that is wrong if a method is named; the reference names none."""
         return lambda *arrays, **how: right.function(*arrays, **how) * (factor if how else 1)
 
     assert message(50) == ""
@@ -128,7 +127,7 @@ def test_a_part_that_fails_does_not_stop_the_next(run, monkeypatch, capsys):
     monkeypatch.setattr(command, "PARTS", {"broken": (broken, 0.25), "cannot": (cannot, 0.25)})
     monkeypatch.setattr(command, "environment", lambda run, until: None)
     assert command.report(run, ["broken", "cannot"], soon(100)) == 1
-    assert 49 < limits["broken"] <= 50 and 99 < limits["cannot"] <= 100  # the second gets what the first left
+    assert 49 < limits["broken"] <= 50 and 99 < limits["cannot"] <= 100  # the second gets the time that the first left
     printed = capsys.readouterr().out
     assert "RuntimeError: a typo" in printed and "skipped: there is no such program" in printed
 
@@ -163,7 +162,7 @@ def test_jobs_end_when_their_time_is_over_with_all_they_started(tmp_path):
         except ProcessLookupError:
             return
         if Path(f"/proc/{pid.read_text()}/stat").read_text().split()[2] == "Z":
-            return  # ended, and nobody has asked for its status
+            return  # it has ended, and its status was not requested
         time.sleep(0.05)
     raise AssertionError("what the job started is still there")
 
@@ -281,7 +280,7 @@ def test_what_was_not_reached_is_counted_once_for_each_share():
     lines = [
         {"part": "tests", "share": "0/2", "expected": 2}, {"part": "tests", "share": "1/2", "expected": 1},
         {"part": "tests", "share": "0/2", "begun": "a"}, {"part": "tests", "name": "a", "outcome": "passed"},
-        {"part": "tests", "share": "0/2", "expected": 2},  # of a process that goes on
+        {"part": "tests", "share": "0/2", "expected": 2},  # from a process that continues
         {"part": "tests", "share": "0/2", "begun": "b"},
     ]  # fmt: skip
     report = report_of(lines, None, "gpu")
@@ -311,7 +310,7 @@ def test_variants_are_dealt_out():
     every = compilation.planned_variants(90)
     shares = [every[slice_of(f"{number}/7")] for number in range(7)]
     assert sorted(map(repr, every)) == sorted(repr(variant) for share in shares for variant in share)
-    assert len(every) > 300 and set(compilation.planned_variants(91)) == set(every)  # as the newest one that is known
+    assert len(every) > 300 and set(compilation.planned_variants(91)) == set(every)  # planned like the newest known one
 
 
 @pytest.mark.host_device
@@ -382,7 +381,7 @@ def test_a_bench_that_cannot_begin_is_a_failure(run):
 
 
 def invented(tmp_path, **changes):
-    """A report that nothing was run for."""
+    """Write a report with invented results."""
     case = {"dtype": "float32", "tf32": False, "chosen": "direct", "case": "a"}
     report = {
         "target": "gpu",

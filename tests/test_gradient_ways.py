@@ -1,4 +1,4 @@
-"""Ways to gradients on NumPy that no other test asks for: phases as outputs, factors exchanged, products by rows and by runs."""
+"""Gradient implementations on NumPy that no other test forces: interleaved phases, exchanged factors, rows and runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(*_):
 
 @pytest.fixture
 def as_outputs(fresh, monkeypatch):
-    """Every strided gradient has its phases as outputs of one convolution, where that can be done."""
+    """Plan every strided gradient with its phases as the outputs of one convolution, if that is possible."""
     monkeypatch.setattr(transposed, "plan_gathered", refused)
     monkeypatch.setattr(transposed.cost, "least_scattered", lambda problem: float("inf"))
     monkeypatch.setattr(interleaved, "MOST_ZEROS", float("inf"))
@@ -117,7 +117,7 @@ def test_what_is_not_finite_lands_where_the_definition_puts_it(where, value, as_
     ((1, 3, 224, 224), (64, 3, 11, 11), dict(stride=4, padding=5)),
 ])  # fmt: skip
 def test_where_phases_were_measured_to_be_best_as_outputs(shape, kernel, settings):
-    """By 1.2 to 2.1, beside a convolution for each phase and beside products that are added."""
+    """Outputs were 1.2 to 2.1 times as fast as a convolution per phase, and as products that are added."""
     grad = cupyconv.conv(np.zeros(shape, np.float32), np.zeros(kernel, np.float32), **settings)
     with cupyconv.options(threads=2):
         plan = cupyconv.explain(cupyconv.conv_grad_input, grad, np.zeros(kernel, np.float32), shape, **settings)
@@ -132,7 +132,7 @@ def only(monkeypatch, *ways):
 
 
 def loops_of(plan):
-    """Its loops; of factors that are exchanged, those of the other gradient."""
+    """Return the plan's loops; if factors are exchanged, the loops of the exchanged gradient."""
     return [loop for step in plan.steps for loop in (step.loops if isinstance(step, ExchangedLoops) else [step])]
 
 
@@ -183,7 +183,7 @@ TALL = {
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shape, kernel, window", CHANNELS.values(), ids=CHANNELS.keys())
 def test_some_channels_at_a_time(shape, kernel, window, dtype, fresh, monkeypatch):
-    """Of several inputs too, with a gradient that is copied once or read where it lies, and a result in any order."""
+    """Several inputs, a gradient that is copied once or read in place, and a result in any order are right."""
     only(monkeypatch, GradientChannels)
     monkeypatch.setattr(weight_channels, "LONE_SAMPLE", 150)
     x = integers(*shape, dtype=dtype)
@@ -204,7 +204,7 @@ def test_some_channels_at_a_time(shape, kernel, window, dtype, fresh, monkeypatc
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shape, kernel, window, is_one", TALL.values(), ids=TALL.keys())
 def test_a_tall_product_is_written_where_the_result_lies(shape, kernel, window, is_one, dtype, fresh, monkeypatch):
-    """Where it has the dtype and order of the sums; also where it began as NaN."""
+    """This requires the sums' dtype and order; the result may be NaN before."""
     only(monkeypatch, GradientChannels)
     monkeypatch.setattr(weight_gradient, "plan_exchanged", refused)
     x = integers(*shape, dtype=dtype)
@@ -225,7 +225,7 @@ def test_a_tall_product_is_written_where_the_result_lies(shape, kernel, window, 
 @pytest.mark.parametrize("outputs", [4096, 200])
 @pytest.mark.parametrize("channels, side, kernel", [(512, 30, 3), (300, 50, 5), (4096, 36, 1)])
 def test_columns_of_some_channels_stay_in_cache(channels, side, kernel, outputs, fresh, monkeypatch):
-    """As many of them as do; with sums and a product where these are not the result."""
+    """Shares have as many channels as fit the cache; sums and a product count too if they are not the result."""
     only(monkeypatch, GradientChannels)
     monkeypatch.setattr(weight_gradient, "plan_exchanged", refused)
     x, grad = (np.zeros((1, n, size, size), np.float32) for n, size in ((channels, side), (outputs, side // 2)))
@@ -238,7 +238,7 @@ def test_columns_of_some_channels_stay_in_cache(channels, side, kernel, outputs,
 
 
 def test_threads_have_as_many_channels_of_a_tall_product(fresh):
-    """A strided layer of one tap: as one product by one thread, and turned back into the result, it took 3.5 times as long."""
+    """As one product by one thread, transposed back to the result, a strided one-tap layer took 3.5 times as long."""
     x, grad = np.zeros((1, 512, 28, 28), np.float32), np.zeros((1, 1024, 14, 14), np.float32)
     with cupyconv.options(threads=2):
         (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 1, stride=2).steps
@@ -247,7 +247,7 @@ def test_threads_have_as_many_channels_of_a_tall_product(fresh):
 
 @pytest.mark.parametrize("size", [(33, 35), (34, 45)])
 def test_a_thousand_pixels_and_some_more_are_one_product(size, fresh):
-    """In two, whose sums were added, it took 1.3 times as long."""
+    """In two products whose sums were added, it took 1.3 times as long."""
     x, grad = np.zeros((1, 24, *size)), np.zeros((1, 40, *size))
     with cupyconv.options(threads=2):
         (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1).steps
@@ -257,7 +257,7 @@ def test_a_thousand_pixels_and_some_more_are_one_product(size, fresh):
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("channels", [37, 40, 42, 100])
 def test_threads_have_as_many_shares_of_channels(channels, threads, fresh, monkeypatch):
-    """Three of them on two threads: one of these waited for half of the time."""
+    """With three shares on two threads, one thread waited for half of the time."""
     only(monkeypatch, GradientChannels)
     x, grad = np.zeros((5, channels, 41, 37), np.float32), np.zeros((5, 64, 21, 19), np.float32)
     with cupyconv.options(threads=threads):
@@ -270,15 +270,15 @@ def test_threads_have_as_many_shares_of_channels(channels, threads, fresh, monke
 
 @pytest.mark.parametrize("shape, kernel, block", [
     ((4, 3, 224, 224), (64, 3, 7, 7), 2 << 20),
-    ((2, 64, 56, 56), (128, 64, 5, 5), 8 << 20),  # of the fewest pixels with which a product is quick
+    ((2, 64, 56, 56), (128, 64, 5, 5), 8 << 20),  # blocks of the fewest pixels with which a product is fast
 ])  # fmt: skip
 def test_columns_stay_in_cache_until_their_product_is_done(shape, kernel, block, fresh, monkeypatch):
-    """Those of half an image, of which there was a product, left it: of the first layer here that took 1.2 times as long."""
+    """Columns of half an image, multiplied at once, left the cache: the first layer then took 1.2 times as long."""
     only(monkeypatch, weight_gradient.GradientColumns)
     x = np.zeros(shape, np.float32)
     window = dict(stride=2, padding=kernel[2] // 2)
     grad = cupyconv.conv(x, np.zeros(kernel, np.float32), **window)
-    for threads in (1, 2):  # one that was asked for leaves products to BLAS, which divides long ones
+    for threads in (1, 2):  # a requested single thread leaves products to BLAS, which divides long ones
         with cupyconv.options(threads=threads):
             (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], method="gemm", **window).steps
         columns, pixels = np.prod(kernel[1:]) * np.prod(loop.block) * x.itemsize, np.prod(loop.block)
@@ -289,7 +289,7 @@ def test_columns_stay_in_cache_until_their_product_is_done(shape, kernel, block,
 
 @pytest.mark.parametrize("shape", [(8, 64, 56, 56), (8, 128, 28, 28), (8, 256, 14, 14)])
 def test_with_little_memory_some_channels_at_a_time_were_measured_to_be_best(shape):
-    """By 1.9 to 3, beside ways whose sums are of the whole weight."""
+    """They were 1.9 to 3 times as fast as implementations whose sums cover the whole weight."""
     x, grad = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     with cupyconv.options(threads=2, workspace_limit=1 << 20):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1)
@@ -310,7 +310,7 @@ EXCHANGED = {
 
 @pytest.fixture
 def exchanges(fresh, monkeypatch):
-    """Factors are exchanged wherever that can be done."""
+    """Exchange factors wherever that is possible."""
     monkeypatch.setattr(ExchangedLoops, "seconds", 0.0)
 
 
@@ -331,8 +331,8 @@ def test_factors_exchanged(shape, kernel, window, dtype, exchanges):
 
 
 @pytest.mark.parametrize("shape, kernel, window", [
-    ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=3)),  # windows that meet nothing but padding
-    ((1, 8, 1, 9), (2, 8, 2, 3), dict(padding=[(1, 1), (1, 1)], dilation=(2, 1))),  # the same between two taps
+    ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=3)),  # some windows read only padding
+    ((1, 8, 1, 9), (2, 8, 2, 3), dict(padding=[(1, 1), (1, 1)], dilation=(2, 1))),  # the same, around the image
     ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=1, stride=2)),
     ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=1, padding_mode="wrap")),
 ])  # fmt: skip
@@ -359,7 +359,7 @@ def test_factors_that_are_not_finite_are_not_exchanged(where, value, exchanges):
 
 @pytest.mark.parametrize("outputs, columns, pixels", [(1, 1, 100_000), (16, 27, 3000), (3, 9, 70_000), (30, 32, 5000)])
 def test_products_of_few_elements_let_other_threads_run(outputs, columns, pixels):
-    """NumPy holds the interpreter's lock in a product of 500 elements or fewer: several at a time have more."""
+    """NumPy holds the GIL in a product of 500 elements or fewer; several products at a time have more elements."""
     run = weight_sums.pixels_of_run(outputs, columns, pixels)
     assert run and pixels // run * outputs * columns > weight_sums.HELD
     assert run * outputs * columns <= 1_000_000, "BLAS packs its operands"
@@ -384,7 +384,7 @@ def test_sums_of_runs(method, shape, kernel, window, fresh, monkeypatch):
     own = weight_sums.WeightRun._add_runs
     monkeypatch.setattr(weight_sums.WeightRun, "_add_runs", lambda *args: called.append(1) or own(*args))
     grad = integers(*cupyconv.conv(x, np.zeros(kernel, np.float32), **window).shape, seed=1)
-    with cupyconv.options(threads=1):  # which adds block to block
+    with cupyconv.options(threads=1):  # one thread accumulates block by block
         actual = cupyconv.conv_grad_weight(grad, x, kernel[2:], method=method, **window)
     assert called
     assert_exact(actual, reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window), "float32")
@@ -424,7 +424,7 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
     ("taps", (2, 32, 40, 40), (32, 32, 3, 3)),
 ])  # fmt: skip
 def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fresh, monkeypatch):
-    """The next call writes to the same memory; nothing of it after all is given back."""
+    """The next call writes to the same memory; after the memory was released, a call allocates it again."""
     ways = {each.name: each for each in (weight_gradient.GradientColumns, GradientChannels, GradientRows)}
     ways["taps"] = weight_gradient.GradientTaps
     only(monkeypatch, ways[way])
@@ -432,7 +432,7 @@ def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fres
     grad = cupyconv.conv(x, np.zeros(kernel, np.float32), stride=stride)
     out, python_objects = np.empty(kernel, np.float32), 100_000
     call = partial(cupyconv.conv_grad_weight, grad, x, kernel[2:], stride=stride, method=method, out=out)
-    with cupyconv.options(threads=1):  # of two, another one may have helped before
+    with cupyconv.options(threads=1):  # with two threads, another one may have done the work before
         call()
         assert peak_bytes(call) <= python_objects
         kept_scratch(np.dtype("float32"))._give_back()
@@ -441,7 +441,7 @@ def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fres
 
 
 def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh, monkeypatch):
-    """It leaves a part of the budget to others, and takes no more than it says."""
+    """The memory leaves a part of the budget to others, and stays within what `explain` reports."""
     only(monkeypatch, weight_gradient.GradientColumns)
     x = integers(4, 3, 96, 96)
     grad = cupyconv.conv(x, np.zeros((16, 3, 7, 7), np.float32))
@@ -463,7 +463,7 @@ def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh,
 
 
 def test_memory_that_gradients_keep_is_a_part_of_the_budget(fresh):
-    """The rest is for others, who may have taken of this part too."""
+    """Other caches use the rest of the budget, and may use some of this part too."""
     cupyconv.clear_caches()
     dtype, most = np.dtype("float32"), weight_sums.KEPT_BLOCKS
 
@@ -480,10 +480,10 @@ def test_memory_that_gradients_keep_is_a_part_of_the_budget(fresh):
 
 
 def test_phases_of_an_image_that_is_not_finite_take_no_more():
-    """What has no zeros between the taps is planned within the memory of the phases."""
+    """The fallback without zeros between the taps is planned within the memory of the phases."""
     x, weight = np.ones((1, 5, 33, 45), np.float32), np.ones((5, 9, 3, 14), np.float32)
     x[0, 0, 3, 3], settings = np.nan, dict(stride=3, padding=((1, 2), (4, 12)), method="gemm")
-    out = cupyconv.conv_transpose(x, weight, **settings)  # once for all that is imported for it
+    out = cupyconv.conv_transpose(x, weight, **settings)  # the first call also imports what it needs
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, out=out, **settings)
         assert isinstance(plan.steps[0], transposed.FiniteWeight)
@@ -495,7 +495,7 @@ def test_phases_of_an_image_that_is_not_finite_take_no_more():
 
 @pytest.mark.parametrize("shape, outputs", [((7, 102, 32, 32), 30), ((1, 256, 12, 12), 8)])
 def test_exchanged_factors_that_are_not_finite_take_no_more(shape, outputs, exchanges):
-    """What the definition says is planned within the memory of the way that was taken first, of a large result too."""
+    """The fallback by the definition is planned within the memory of the first choice, also for a large result."""
     x, grad = np.ones(shape, np.float32), np.ones((shape[0], outputs, *shape[2:]), np.float32)
     x[0, 0, 3, 3], out = np.nan, np.empty((outputs, shape[1], 3, 3), np.float32)
 
@@ -505,11 +505,11 @@ def test_exchanged_factors_that_are_not_finite_take_no_more(shape, outputs, exch
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 3), padding=1, method="gemm", out=out)
         assert isinstance(plan.steps[0], ExchangedLoops)
-        gradient()  # once for all that is imported for it
+        gradient()  # the first call also imports what it needs
         cupyconv.clear_caches()
         peak = peak_bytes(gradient)
     assert np.isnan(out[:, 0]).all() and np.isfinite(out[:, 1:]).all()
-    assert peak <= plan.workspace_bytes + 200_000  # 0.8 MB more before
+    assert peak <= plan.workspace_bytes + 200_000  # it was once exceeded by 0.8 MB
 
 
 @pytest.mark.parametrize("name, shape, kernel", [
@@ -520,7 +520,7 @@ def test_exchanged_factors_that_are_not_finite_take_no_more(shape, outputs, exch
         ("Winograd", (1, 32, 104, 104), (64, 32, 4, 4)),
 ])  # fmt: skip
 def test_ways_that_were_measured_to_be_best(name, shape, kernel):
-    """By 1.2 and more; the second with its factors exchanged, by 1.7."""
+    """They are faster by 1.2 and more; the second one, with exchanged factors, by 1.7."""
     x, window = np.zeros(shape, np.float32), dict(padding=kernel[2] // 2)
     grad = cupyconv.conv(x, np.zeros(kernel, np.float32), **window)
     with cupyconv.options(threads=2):
@@ -531,7 +531,7 @@ def test_ways_that_were_measured_to_be_best(name, shape, kernel):
 
 @pytest.mark.parametrize("name, size, kernel", [("strips", 56, 7), ("columns", 112, 3)])
 def test_products_of_complex_strips_are_priced_as_small_as_they_are(name, size, kernel):
-    """Beside the other ways of the method the first took 0.6 of the time, and strips of the second 1.4."""
+    """Relative to the method's other implementations, strips took 0.6 of the time for the first, 1.4 for the second."""
     x = np.zeros((1, 200, size, size), np.complex64)
     with cupyconv.options(threads=2):
         settings: Any = dict(padding=kernel // 2, groups=200, method="gemm")

@@ -1,4 +1,4 @@
-"""Gradients of `conv` and `linmerge` against the naive oracle, over the whole product of their parameters."""
+"""Gradients of `conv` and `linmerge` compared with the naive reference, for all combinations of their parameters."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 
 def window_of(case):
-    """The parameters that conv_grad_input and conv_grad_weight share with conv."""
+    """Return the parameters that conv_grad_input and conv_grad_weight share with conv."""
     return {name: value for name, value in case.parameters.items() if name != "activation"}
 
 
 def shapes_of(x):
-    """input_shape for these inputs: a shape, or a list of them."""
+    """Return `input_shape` for these inputs: a shape, or a list of shapes."""
     return [array.shape for array in x] if isinstance(x, list) else x.shape
 
 
 def products(grad, weight, x, window):
-    """How many products the largest sum of the two gradients has."""
+    """Return the number of products in the largest sum of the two gradients."""
     ones = [np.ones(a.shape) for a in (grad, weight)]
     images = [np.ones(a.shape) for a in reference.sequence(x)]
     back = reference_gradients.conv_grad_input(*ones, shapes_of(images), **window)
@@ -65,7 +65,7 @@ def products(grad, weight, x, window):
 
 
 def input_gradient(target, case, grad, weight, x, method, limit):
-    """conv_grad_input of the case on a target; None where it was refused."""
+    """Return conv_grad_input of the case on a target, or None if it was refused."""
     shapes, out = shapes_of(x), None
     if case.out_layout is not None:
         dtype = np.result_type(grad, weight)
@@ -87,7 +87,7 @@ def input_gradient(target, case, grad, weight, x, method, limit):
 
 
 def weight_gradient(target, case, grad, x, method, limit):
-    """conv_grad_weight of the case on a target; None where it was refused."""
+    """Return conv_grad_weight of the case on a target, or None if it was refused."""
     dtype, out = np.result_type(grad, *reference.sequence(x)), None
     if case.out_layout is not None:
         out = on_device(target, nan_filled(case.weight_shape, dtype), case.out_layout)
@@ -141,7 +141,7 @@ def test_gradients_of_random_data(target, case, method, limit):
 
 @given(case=conv_cases(dtypes=("float64", "complex128"), activations=(None,)))
 def test_adjoint_identities(target, case):
-    """<conv(x, w), g> = <x, conv_grad_input(g, w)> = <w, conv_grad_weight(g, x)>: the package against itself."""
+    """<conv(x, w), g> = <x, conv_grad_input(g, w)> = <w, conv_grad_weight(g, x)>: the functions agree."""
     arrays, grad, window = case.arrays(integer=False), case.gradient(integer=False), window_of(case)
     arrays |= {"bias": None, "residual": None}
     x, weight = arrays["x"], arrays["weight"]
@@ -246,11 +246,11 @@ def test_linmerge_pullback_of_integers_is_exact(
         assert_rounded(target.to_host(one), wanted, kind)
 
 
-# --- what a pullback promises ---------------------------------------------------------------------------------------
+# --- guarantees of a pullback ---------------------------------------------------------------------------------------
 
 
 def example(target, *, dtype="float32", activation="gelu", xs=2, seed=0):
-    """Arguments of a call of conv with everything in it, its gradient, and conv's keywords."""
+    """Return the arguments of a `conv` call with all optional arrays, its gradient, and keywords of `conv`."""
     generator = np.random.default_rng(seed)
 
     def values(*shape):
@@ -283,7 +283,7 @@ def test_the_same_bits_every_time(target, dtype, activation):
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("function", ["conv", "linmerge"])
 def test_every_gradient_has_memory_of_its_own(target, function, activation, layout):
-    """It may be written to, as a sum of several is made: nothing else changes."""
+    """A gradient may be modified in place, for example to accumulate several, and no other array changes."""
     arguments, grad, settings = example(target, activation=activation)
     if function == "linmerge":
         arguments["xs"] = [image[:, :, :5, :5] for image in arguments.pop("x")]
@@ -302,7 +302,7 @@ def test_every_gradient_has_memory_of_its_own(target, function, activation, layo
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("function", ["conv", "linmerge", "conv_transpose", "max_pool", "avg_pool"])
 def test_a_pullback_names_the_arrays_it_reads(function, activation):
-    """They, and no others of the arguments and the result, change its gradients when they are written to."""
+    """Writing to an argument or to the result changes the gradients exactly if it is in `pullback.holds`."""
     ones, others = np.ones, {"bias": np.ones(4), "activation": activation}
     prologue = (np.full(3, 2.0), ones(3), "relu")
     keywords = {
@@ -369,7 +369,7 @@ def test_what_is_not_needed_is_not_computed(cuda_target):
 
 
 def test_an_absent_argument_may_be_needed(target):
-    """So that one tuple of names does for every layer of a network."""
+    """So one tuple of names works for every layer of a network."""
     x, weight = (target.to_device(np.ones(shape, np.float32)) for shape in ((1, 2, 5), (3, 2, 3)))
     y, pullback = cupyconv.vjp(cupyconv.conv, x, weight)
     gradients = pullback(y, needs=("weight", "bias", "residual", "scale", "shift"))
@@ -444,7 +444,7 @@ def test_launches_do_not_grow_with_the_batch(cuda_target):
 
 
 def test_gradients_of_a_merge_are_never_one_array(cuda_target):
-    """Beside its results a call allocates its workspace: there is no room for their concatenation."""
+    """In addition to its results, a call allocates only its workspace, which cannot hold their concatenation."""
     device, limit = cuda_target.device, 16 * 1024
     shapes = [(2, 16, 32, 32), (2, 8, 32, 32)]
     grad, weight = (cuda_target.to_device(np.ones(s, np.float32)) for s in ((2, 4, 32, 32), (4, 24, 1, 1)))
@@ -460,7 +460,7 @@ def test_gradients_of_a_merge_are_never_one_array(cuda_target):
 
 BENDS = (-3.0, -2.5, -2.0, -0.5, 0.0, -0.0, 0.5, 2.0, 2.5, 3.0, 5.0, 6.0)
 FAR = (-1000.0, -100.0, -20.0, 20.0, 100.0, 1000.0)
-#: Where what y tells of the derivative is less than it seems: slopes of another sign, flat pieces, no slope at all.
+#: Cases in which y says little about the derivative: slopes of another sign, flat pieces, no slope at all.
 SPECIFICATIONS = (
     *(spec for spec in ACTIVATIONS if spec is not None),
     ("leaky_relu", -0.5),
@@ -476,7 +476,7 @@ SPECIFICATIONS = (
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("specification", SPECIFICATIONS, ids=str)
 def test_derivatives(target, specification, dtype):
-    """Through a convolution that changes nothing else, where functions bend, and far out."""
+    """Derivatives are right where functions bend and far from zero; the convolution multiplies by 1."""
     kind = as_dtype(dtype)
     v = np.array([*np.linspace(-8, 8, 101), *BENDS, *FAR]).astype(kind)
     _, pullback = cupyconv.vjp(
@@ -646,7 +646,7 @@ def test_out_may_not_overlap_an_argument_or_another_out(target):
 
 
 def test_out_is_written_completely_and_nothing_beside_it(target):
-    """Where gradients fold back and where no window reaches; around each result there is a border of NaN."""
+    """Gradients fold back, and no window reads some elements; the border of NaN around each result is unchanged."""
     generator = np.random.default_rng(0)
     grad, weight = drawn(generator, (2, 3, 3), np.dtype("f4"), 2), drawn(generator, (3, 4, 2), np.dtype("f4"), 2)
     settings = dict(stride=3, padding=((1, 0),), padding_mode="wrap")
@@ -675,7 +675,7 @@ def test_against_torch(target, case):
 
 
 def test_views_of_every_layout(target):
-    """Channels-last, reversed, broadcast: gradients have the argument's shape, and no layout changes a value."""
+    """Gradients have the argument's shape, and layouts such as channels-last, reversed or broadcast change no value."""
     generator = np.random.default_rng(3)
     x, weight, grad = (drawn(generator, s, np.dtype("f4"), 2) for s in ((2, 4, 5, 6), (3, 4, 3, 3), (2, 3, 3, 4)))
     for layout in LAYOUTS:

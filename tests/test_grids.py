@@ -1,4 +1,4 @@
-"""Large grids run few rows, and no pair of values is missing from them."""
+"""Large grids run few rows, and every pair of values occurs in them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_are_few_and_always_the_same():
 
 
 def test_dicts_of_the_same_keys_are_paired_by_their_items():
-    """Every variant once, and each dtype and each tile in every case: not each variant in every case."""
+    """Each variant occurs once, each dtype and each tile in every case, but not each variant in every case."""
     cases = range(7)
     rows = covering_rows([MACROS, cases])
     assert {row[0] for row in rows} == set(range(len(MACROS)))
@@ -54,7 +54,7 @@ def test_dicts_of_the_same_keys_are_paired_by_their_items():
 
 
 def test_dicts_of_unlike_keys_are_values():
-    """An absent key says something too."""
+    """An absent key is a value too."""
     layouts, limits = [{}, {"order": "last"}, {"offset": 1}], [None, 1]
     assert len(covering_rows([layouts, limits])) == 6
 

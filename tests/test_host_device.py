@@ -1,4 +1,4 @@
-"""The device that the kernels are tested on is itself tested: right kernels run, seeded bugs are seen."""
+"""The host device, on which kernels are tested, is tested itself: correct kernels run, and seeded bugs are reported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.host_device
 SAMPLES = Path(host_device.__file__).parent / "seeded_bugs"
 PARAMS = np.dtype([("x", "u8"), ("y", "u8"), ("n", "i4")], align=True)
 
-#: For tests whose kernel does what a sanitizer stops the process for.
+#: Mark for tests whose kernel has a bug for which a sanitizer ends the process.
 without_sanitizer = pytest.mark.skipif(build.sanitizer() != "", reason="the sanitizer reports this bug itself")
 
 
 def run(device, name, x, y, *, n=None, grid=(1, 1, 1), block=64, shared_bytes=0, cooperative=False, **macros):
-    """Launch a kernel of the samples."""
+    """Launch one of the sample kernels."""
     params = np.zeros((), PARAMS)
     params["x"], params["y"], params["n"] = device.pointer(x), device.pointer(y), x.size if n is None else n
     kernel = Kernel(name, tuple((key, str(value)) for key, value in macros.items()))
@@ -83,7 +83,7 @@ def test_each_shuffle(device, x, y, shuffle, halves):
 
 
 def exchange(device, x, *, blocks=3, **macros):
-    """Rows that blocks wrote for each other."""
+    """Return the rows that blocks wrote for each other."""
     y = device.asarray(np.zeros(2 * blocks * x.size + 1, np.float32))
     run(
         device,
@@ -208,7 +208,7 @@ def test_unwritten_shared_memory_is_nan_in_every_block(device, x):
 def test_write_outside_an_array(device, x, y, side, where):
     with pytest.raises(KernelError, match=f"outside its arrays: {where} an allocation of 256 bytes"):
         run(device, "out_of_bounds_write", x, y, SIDE=side)
-    run(device, "block_reverse", x, y, DYNAMIC=0)  # the guard zone has been repaired
+    run(device, "block_reverse", x, y, DYNAMIC=0)  # the guard zone has been restored
 
 
 def test_early_exit_is_refused_where_strict(device, x, y):
@@ -227,7 +227,7 @@ def test_deadlock_is_described(device, x, y):
     )
     with pytest.raises(KernelError, match=message):
         run(device, "deadlock", x, y)
-    run(device, "block_reverse", x, y, DYNAMIC=0)  # and the next launch is not disturbed
+    run(device, "block_reverse", x, y, DYNAMIC=0)  # the next launch is not affected
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ y = device.asarray(np.zeros(64, np.float32))
 run(device, sys.argv[1], x, y, **eval(sys.argv[2]))
 """
 
-#: A launch of two blocks that wait for each other.
+#: Arguments to launch two blocks that wait for each other.
 TOGETHER = {"grid": (2, 1, 1), "block": 32, "n": 8, "cooperative": True, "AWAITED": 2}
 
 
@@ -337,7 +337,7 @@ def test_memory_is_aligned_poisoned_and_counted():
     assert type(view) is HostArray
     assert device.pointer(view) == device.pointer(array) + 4 * 4
     del array
-    assert device.allocated_bytes == 60  # the view holds it
+    assert device.allocated_bytes == 60  # the view keeps it
     del view
     gc.collect()
     assert (device.allocated_bytes, device.peak_bytes) == (0, 60)
@@ -358,11 +358,11 @@ def test_only_its_own_memory_is_accepted():
     with pytest.raises(TypeError, match="HostArray"):
         device.pointer(np.ones(3))
     with pytest.raises(IndexError, match="one allocation"):
-        device.pointer(array + 1)  # computed by NumPy, outside the device
+        device.pointer(array + 1)  # computed by NumPy, so it is outside the device
     with pytest.raises(IndexError, match="one allocation"):
         other.pointer(array)
     assert type(array.get()) is np.ndarray
-    assert device.pointer(device.empty((0, 3), np.float32)) == 0  # as CuPy gives an empty array no memory
+    assert device.pointer(device.empty((0, 3), np.float32)) == 0  # CuPy gives an empty array no memory either
 
 
 def test_convert():
@@ -411,7 +411,7 @@ def dtype_of(name):
 
 
 def multiply(device, a, b, c, *, m, n, k, lda, ldb, ldc, strides, batch, transa=0, transb=0, alpha=1, beta=0, **types):
-    """Call the device with NumPy's types translated; `types` overrides a_type, b_type, c_type, compute."""
+    """Call the device's GEMM with NumPy's dtypes translated; `types` overrides a_type, b_type, c_type and compute."""
     names = {"a_type": a.dtype.name, "b_type": b.dtype.name, "c_type": c.dtype.name}
     numbers = {key: TYPE_NUMBERS.get(name, -1) for key, name in names.items()} | types
     compute = numbers.pop("compute", COMPUTE.get(a.dtype.name, 68))
@@ -437,18 +437,18 @@ def small_integers(shape, dtype, seed):
 
 @pytest.mark.grid(name=list(TYPE_NUMBERS), transa=[0, 1, 2], transb=[0, 1, 2], beta=[0, 1, 2])
 def test_gemm_is_exact_on_integers(name, transa, transb, beta):
-    """Column-major, with a leading dimension wider than the matrix, and one A for the whole batch."""
+    """Matrices are column-major, with leading dimensions larger than the matrix, and one A for the whole batch."""
     device, dtype = HostDevice(), dtype_of(name)
     m, n, k, batch, pad = 3, 4, 5, 2, 2
     a_rows, a_columns = (m, k) if transa == 0 else (k, m)
     b_rows, b_columns = (k, n) if transb == 0 else (n, k)
-    # A column-major matrix is a row-major one of swapped axes.
+    # A column-major matrix is a row-major matrix with swapped axes.
     a = device.asarray(small_integers((a_columns, a_rows + pad), dtype, 1))
     b = device.asarray(small_integers((batch, b_columns, b_rows + pad), dtype, 2))
     c = device.asarray(small_integers((batch, n, m + pad), dtype, 3))
     before = c.get()
     if beta == 0:
-        c[...] = np.nan  # must not be read
+        c[...] = np.nan  # it must not be read
     multiply(
         device, a, b, c, m=m, n=n, k=k, lda=a_rows + pad, ldb=b_rows + pad, ldc=m + pad, batch=batch,
         strides=(0, b_columns * (b_rows + pad), n * (m + pad)), transa=transa, transb=transb, alpha=2, beta=beta,
@@ -462,7 +462,7 @@ def test_gemm_is_exact_on_integers(name, transa, transb, beta):
     if beta:
         expected = expected + beta * before[..., :m].astype(expected.dtype).swapaxes(-1, -2)
     np.testing.assert_array_equal(c[..., :m].swapaxes(-1, -2), expected.astype(dtype))
-    if beta:  # the padding stays as it was
+    if beta:  # the padding must be unchanged
         np.testing.assert_array_equal(c[..., m:], before[..., m:])
 
 
@@ -545,7 +545,7 @@ def test_wrong_gemm_calls(error, message, change):
 
 
 def test_results_may_lie_side_by_side():
-    """Column slices of one matrix: how a grouped convolution writes channels-last."""
+    """Results may be column slices of one matrix, as a grouped convolution with channels-last output writes them."""
     device = HostDevice()
     a = device.asarray(np.ones((2, 5, 3), np.float32))
     b = device.asarray(np.ones((4, 5), np.float32))

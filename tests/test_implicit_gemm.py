@@ -1,7 +1,7 @@
-"""Method "implicit_gemm": every compiled variant against the oracle, and what the method promises beside right numbers.
+"""Method "implicit_gemm": every compiled variant compared with the reference, and the method's other guarantees.
 
-Which variant runs is the cost model's choice; here each is forced in turn (`forced_plan`): its arithmetic and tile by
-what planning may choose from, its gather by the layout of the inputs.
+The cost model chooses which variant runs.  Here each one is forced in turn (`forced_plan`): its arithmetic and tile by
+restricting what planning may choose from, its gather by the layout of the inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cupyconv.problem.plan import KernelLaunch, counted
 from tests.variants import all_variants
 
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
-VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # the others: tests/test_prologue.py
+VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # tests/test_prologue.py has the others
 ALONG_PIXELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_PIXELS"]
 PIXEL_CHUNKS = [variant for variant in VARIANTS if variant["GATHER"] == "PIXEL_CHUNKS"]
 ALONG_CHANNELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_CHANNELS"]
@@ -42,7 +42,7 @@ def name_of(variant):
 
 
 def tile_of(variant):
-    """Rows and columns."""
+    """Return the rows and columns of the variant's tile."""
     return int(variant["TILE_M"]), int(variant["TILE_N"])
 
 
@@ -56,7 +56,7 @@ of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
 
 
 def forced_plan(call, arithmetic, tile, *, moves=False):
-    """The method's plan for a call, with this arithmetic and tile, and whether the inputs are moved first."""
+    """Return the method's plan for a call with this arithmetic and tile; `moves` says if the inputs are moved first."""
     ways = implicit_gemm._ways
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implicit_gemm, "_ways", lambda *how: [way for way in ways(*how) if bool(way.steps) == moves])
@@ -66,13 +66,13 @@ def forced_plan(call, arithmetic, tile, *, moves=False):
 
 
 def product_of(plan):
-    """The launch of implicit_gemm.cu in a plan, None where the result is empty."""
+    """Return the launch of implicit_gemm.cu in a plan, or None if the result is empty."""
     found = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel.name == "implicit_gemm"]
     return found[0] if found else None
 
 
 def run_forced(target, arguments, arithmetic, tile, *, moves=False):
-    """The result of one variant, and its plan."""
+    """Return the result of one variant, and its plan."""
     call = checked_call(cupyconv.conv, **arguments)
     has_matrices = call.problem.machine.capability >= FIRST_MMA[call.problem.out.dtype]
     if arithmetic != "FMA" and not has_matrices:
@@ -83,7 +83,7 @@ def run_forced(target, arguments, arithmetic, tile, *, moves=False):
 
 
 def run_case(target, case, arrays, variant, *, moves=False):
-    """A case by one variant; the layouts are the case's."""
+    """Run one variant on a case, in the case's layouts."""
     arguments = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     arguments |= dict(case.parameters, out=out)
@@ -91,13 +91,13 @@ def run_case(target, case, arrays, variant, *, moves=False):
 
 
 def run_arrays(target, x, weight, arithmetic, tile=(64, 64), **settings):
-    """The result of one variant on arrays in C order."""
+    """Return the result of one variant on arrays in C order."""
     x = [target.to_device(each) for each in x] if isinstance(x, list) else target.to_device(x)
     return run_forced(target, dict(x=x, weight=target.to_device(weight), **settings), arithmetic, tile)[0]
 
 
 def as_operands(arrays, arithmetic):
-    """Random arrays as the arithmetic takes them: TF32 has 11 significant bits."""
+    """Return random arrays with the precision of the arithmetic: TF32 has 11 significant bits."""
     if arithmetic != "TF32":
         return arrays
     x, weight = arrays["x"], arrays["weight"]
@@ -109,12 +109,12 @@ def tf32(values):
 
 
 def with_what_is_defined(case):
-    """Complex numbers have no activation."""
+    """Return the case without an activation if it is complex: complex numbers have none."""
     return replace(case, activation=None) if case.dtype.startswith("complex") else case
 
 
 def check_case(target, case, variant, *, exact=True, moves=False):
-    """Integers exactly (where sums of so many terms can be), random data within the tolerance; the plans."""
+    """Check integers exactly, unless sums have too many terms, and random data by the tolerance; return the plans."""
     plans, case = [], with_what_is_defined(case)
     for integer in (True, False) if exact else (False,):
         arrays = case.arrays(integer=integer)
@@ -257,7 +257,7 @@ def test_pixels_of_one_tap_in_chunks(cuda, case, variant):
 
 
 def test_which_pixels_go_in_chunks():
-    """Whole aligned vectors of one tap, where nothing is transformed on the way."""
+    """Chunks are whole aligned vectors of one tap, and nothing is transformed when they are read."""
 
     def gather(x, kernel=1, dtype="float16", **how):
         plan = cupyconv.explain(
@@ -283,7 +283,7 @@ def test_which_pixels_go_in_chunks():
 
 @pytest.mark.parametrize("batch, width", [(1, "1"), (64, "8")])
 def test_parts_of_few_sums_are_added_by_many_threads(batch, width):
-    """Sixteen blocks had added all parts of 8 x 8 pixels, one vector of each after the other."""
+    """Sixteen blocks once added all parts of 8 x 8 pixels, one vector of each part after the other."""
     x, weight = np.empty((batch, 8, 8, 512), np.float16).transpose(0, 3, 1, 2), np.empty((512, 512, 3, 3), np.float16)
     how = {"padding": 1, "activation": "relu", "on": "sm_90"}
     plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm" if batch == 1 else "gemm", **how)
@@ -294,7 +294,7 @@ def test_parts_of_few_sums_are_added_by_many_threads(batch, width):
 
 MOVED = {dtype: next(v for v in ALONG_CHANNELS if v["DTYPE"] == dtype and v["ARITHMETIC"] == arithmetic) for dtype, arithmetic in
          (("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32"))}  # fmt: skip
-#: Beside those of `CASES` that can be: rows in vectors and not, few channels and many, more than one tile of either.
+#: In addition to cases of `CASES`: rows with and without vectors, few and many channels, several tiles of either.
 MOVED_CASES = {
     **{name: case for name, case in CASES.items() if case.groups == 1 and case.batch != 0},
     "vectors of several inputs": ConvCase(
@@ -310,14 +310,14 @@ MOVED_CASES = {
 
 @pytest.mark.grid(variant=MOVED, case=MOVED_CASES)
 def test_inputs_are_moved_first(cuda, case, variant):
-    """What is gathered by elements where it lies, in chunks from one image in workspace, of all inputs."""
+    """Inputs that would be gathered by elements are read in chunks, from one workspace image of all inputs."""
     for plan in check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant, moves=True):
         assert dict(product_of(plan).kernel.macros) == variant
         assert plan.steps[0].kernel.name == plan.workspace[0].name == "channels_last"
 
 
 def test_inputs_are_moved_where_that_is_less():
-    """Channels side by side are nothing to move; nor is what is read once."""
+    """Inputs with contiguous channels are not moved, and neither are inputs that are read once."""
     how = {"method": "implicit_gemm", "on": "sm_90"}
 
     def steps(image, weight, **more):
@@ -331,12 +331,12 @@ def test_inputs_are_moved_where_that_is_less():
     assert "channels_last" not in steps(x[:1, :, :9, :9], weight)[0]
     last = np.empty((32, 56, 56, 64), np.float16).transpose(0, 3, 1, 2)
     assert "channels_last" not in steps(last, np.empty((64, 64, 3, 3), np.float16), padding=1)[0]
-    with cupyconv.options(workspace_limit=8 << 20):  # all samples take 13 MB
+    with cupyconv.options(workspace_limit=8 << 20):  # all samples need 13 MB
         how["on"] = "sm_80"
         names, workspace = steps(x, weight, padding=1)
         assert names == ["pack_weight", *["channels_last", "implicit_gemm"] * 4]
         assert workspace["channels_last"] == 8 * 56 * 56 * 64 * 2
-    with cupyconv.options(workspace_limit=600_000):  # no room for one sample and as much beside it
+    with cupyconv.options(workspace_limit=600_000):  # too little for one sample and as much again
         assert "channels_last" not in steps(x, weight, padding=1)[0]
 
 
@@ -344,7 +344,7 @@ def test_inputs_are_moved_where_that_is_less():
 @pytest.mark.parametrize("batch, samples", [(7, 2), (21, 1)])
 @pytest.mark.parametrize("channels", [(24,), (5, 150)])
 def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, samples, channels, monkeypatch):
-    """A weight that is packed once, chunks that are alike and a last one that is not; of long sums, parts in each."""
+    """The weight is packed once; all chunks but the last are alike; long sums have parts in each chunk."""
     ways = implicit_gemm._ways
 
     def some_samples(*how):
@@ -368,7 +368,7 @@ def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, sample
 
 
 def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):
-    """And on CUDA cores, which read no chunks, along channels all the same."""
+    """On CUDA cores, which read no chunks, the gather is along channels nevertheless."""
     case = ConvCase(
         batch=2, channels=(5, 3), out_channels=4, spatial=(6, 5), kernel=(3, 3), padding=1,
         layouts=("channels_last_window", "channels_last"),
@@ -387,7 +387,7 @@ SPLIT_CASES = {
     "groups of unlike runs": ConvCase(
         channels=(37, 27, 61, 3), groups=2, out_channels=4, spatial=(3, 3), kernel=(3, 3), padding=1, **EPILOGUE
     ),
-    # Sixteen inputs of a channel are sixteen slabs, the other group's one input is one or two.
+    # Sixteen inputs of one channel are sixteen slabs; the single input of the other group is one or two.
     "shares with nothing to sum": ConvCase(
         channels=(1,) * 16 + (16,), groups=2, out_channels=4, spatial=(6,), kernel=(1,), **EPILOGUE
     ),
@@ -428,7 +428,7 @@ def test_a_sum_in_parts(cuda, case, variant):
     weight_layout=["c_order", "broadcast_first", "stepped"],
 )
 def test_a_weight_that_lies_in_slabs_is_not_packed(cuda, variant, groups, weight_layout):
-    """One tap, and as many channels of each input as a slab of any dtype holds; a tile has more rows than there are."""
+    """The kernel has one tap, and each input's channels fill slabs of any dtype; the last tile exceeds the outputs."""
     along_channels = variant["GATHER"] == "ALONG_CHANNELS"
     case = ConvCase(
         batch=2, channels=(32, 32), groups=groups, out_channels=2 * 67, kernel=(1, 1),
@@ -472,7 +472,7 @@ def test_random_data(cuda, case, variant):
 @given(case=conv_cases(dtypes=("float16", "float32", "float64"), mixed_dtypes=False), variant=st.sampled_from(ALONG_CHANNELS),
        octets=st.lists(st.integers(1, 2), min_size=1, max_size=3))  # fmt: skip
 def test_channels_last(cuda, case, variant, octets):
-    """Whole chunks of 16 bytes: every input's channels are a multiple of eight, in one group."""
+    """Chunks of 16 bytes are whole: each input has a multiple of eight channels, in one group."""
     case = replace(
         case, dtype=variant["DTYPE"], channels=tuple(8 * count for count in octets), groups=1, bare_x=False,
         layouts=("channels_last",) * len(octets),
@@ -487,16 +487,16 @@ def test_channels_last(cuda, case, variant, octets):
 
 
 def matrices(kind, terms, generator, size=40):
-    """A (size x terms) and B (terms x size) in float32."""
+    """Return A (size x terms) and B (terms x size) in float32."""
     shapes = (size, terms), (terms, size)
     if kind == "positive":
         return [generator.uniform(1, 2, shape).astype(np.float32) for shape in shapes]
     a, b = (generator.standard_normal(shape) for shape in shapes)
-    if kind == "scaled":  # every row of A and column of B by a power of its own
+    if kind == "scaled":  # scale each row of A and each column of B by its own power of two
         a, b = a * 2.0 ** generator.integers(-20, 21, (size, 1)), b * 2.0 ** generator.integers(-20, 21, size)
-    if kind == "wide":  # every element
+    if kind == "wide":  # scale each element
         a, b = (each * 2.0 ** generator.integers(-20, 21, each.shape) for each in (a, b))
-    if kind == "cancelling":  # the second half of every sum takes the first away, to its last bits
+    if kind == "cancelling":  # the second half of every sum cancels the first half, up to its last bits
         half = terms // 2
         a[:, half : 2 * half] = -a[:, :half] * (1 + 2.0**-20)
         b[half : 2 * half] = b[:half]
@@ -504,13 +504,13 @@ def matrices(kind, terms, generator, size=40):
 
 
 def largest_error(actual, a, b):
-    """In units of float32's roundoff, 2**-24, times sum |a| |b|."""
+    """Return the largest error in units of float32's roundoff, 2**-24, times sum |a| |b|."""
     exact, magnitude = reference.wide(a) @ reference.wide(b), abs(reference.wide(a)) @ abs(reference.wide(b))
     return float((abs(actual - exact) / magnitude).max() * 2**24)
 
 
 def float32_product(a, b):
-    """One fused multiply-add after the other, as a float32 GEMM does it on CUDA cores."""
+    """Return a b by sequential fused multiply-adds, as a float32 GEMM on CUDA cores computes it."""
     sums = np.zeros((len(a), b.shape[1]), np.float32)
     for a_m, b_n in zip(a.T.astype(np.float64), b.astype(np.float64)):
         sums = (sums + np.multiply.outer(a_m, b_n)).astype(np.float32)
@@ -518,7 +518,7 @@ def float32_product(a, b):
 
 
 def as_convolution(target, a, b, arithmetic, tile=(64, 64)):
-    """a b as a 1x1 convolution."""
+    """Return a b, computed as a 1x1 convolution."""
     return run_arrays(target, b[None], a[..., None], arithmetic, tile)[0]
 
 
@@ -532,14 +532,14 @@ def test_three_products_are_as_good_as_float32(cuda, kind, terms, tile):
 @pytest.mark.parametrize("terms", [1, 2, 3])
 @both_tiles
 def test_three_products_of_few_terms(cuda, terms, tile):
-    """What is left out of one product is at most 8 units of float32 (warp_tile.cuh), and one rounds the result."""
+    """A product omits at most 8 units of float32 (warp_tile.cuh), and rounding the result adds one."""
     for kind in ("normal", "positive", "wide"):
         a, b = matrices(kind, terms, np.random.default_rng(terms), size=130)
         assert 1 < largest_error(as_convolution(cuda, a, b, "TF32X3", tile), a, b) <= 9
 
 
 def complex_matrices(kind, terms, generator):
-    """Two factors; of "cancelling" ones the second is the first's adjoint, and imaginary parts along the diagonal are 0."""
+    """Return two factors; for "cancelling", the second is the first one's adjoint: the product's diagonal is real."""
     of_real = "normal" if kind == "cancelling" else kind
     (a, b), (c, d) = (matrices(of_real, terms, generator, size=40) for _ in range(2))
     a, b = (a + 1j * c).astype(np.complex64), (b + 1j * d).astype(np.complex64)
@@ -549,10 +549,10 @@ def complex_matrices(kind, terms, generator):
 @pytest.mark.parametrize("terms", [1, 3, 200])
 @pytest.mark.parametrize("kind", ["normal", "positive", "wide", "cancelling"])
 def test_three_real_products_are_a_complex_one(cuda, kind, terms):
-    """The bound of complex_tile.cuh: 1 + sqrt 2 times that of real products, of the sum of the factors' absolute values.
+    """The error is within complex_tile.cuh's bound: 1 + sqrt 2 times that of real products, relative to sum |a| |b|.
 
-    Real products are off by 9 units of float32 at most, and one more for the parts that were added; a long sum by no more
-    than 4 times what one is off on CUDA cores, which adds at least a unit for each of sqrt(terms) terms.
+    Real products are off by at most 9 units of float32, plus one for the parts that were added.  A long sum is off by
+    at most 4 times the error of one on CUDA cores, which adds at least one unit for each of sqrt(terms) terms.
     """
     a, b = complex_matrices(kind, terms, np.random.default_rng(terms))
     actual = as_convolution(cuda, a, b, "TF32X3")
@@ -563,7 +563,7 @@ def test_three_real_products_are_a_complex_one(cuda, kind, terms):
 
 
 def test_complex_parts_may_overflow_where_they_are_added(cuda):
-    """What is finite by the definition is finite, though sums of parts, and operands as they are rounded, are not."""
+    """Results that are finite by the definition are finite, even if sums of parts, or rounded operands, overflow."""
     largest = np.finfo(np.float32).max
     b = np.array([[largest * (1 + 1j), largest * (1 - 1j), largest, -1j * largest]], np.complex64)
     a = np.array([[0.25], [-0.25j], [2**-30 * (1 + 1j)]], np.complex64)
@@ -581,14 +581,14 @@ def test_complex_values_that_are_not_finite_stay_where_they_belong(cuda):
 
 @of_float32
 def test_eleven_bits_are_exact(cuda, arithmetic):
-    """Operands that TF32 holds, products of one size: nothing is rounded anywhere."""
+    """TF32 represents the operands exactly, and the sums of their integer products need no rounding."""
     generator = np.random.default_rng(5)
     a, b = (generator.integers(-2047, 2048, shape).astype(np.float32) for shape in ((9, 3), (3, 70)))
     assert_exact(as_convolution(cuda, a, b, arithmetic), a.astype(np.float64) @ b, "float32")
 
 
 def test_tf32_is_rounded_to_nearest(cuda):
-    """Truncated, operands would be off by twice as much."""
+    """Truncated operands would be off by twice as much."""
     a, b = matrices("normal", 1, np.random.default_rng(6), size=130)
     error = largest_error(as_convolution(cuda, a, b, "TF32"), a, b) / 2**24
     assert 1.5 * 2.0**-11 < error < 2.01 * 2.0**-11
@@ -608,13 +608,13 @@ SPECIAL = {
 
 @pytest.mark.grid(arithmetic=["FMA", "TF32", "TF32X3"], tile=TILES, side=["x", "weight"], bits=SPECIAL)
 def test_special_values_stay_where_they_belong(cuda, arithmetic, tile, side, bits):
-    """One element; the results that it takes part in, and no others, are infinite or NaN."""
+    """With one special element, exactly the results that read it are infinite or NaN."""
     value = np.array(bits, np.uint32).view(np.float32)
     x, weight = np.ones((2, 9, 4, 5), np.float32), np.ones((6, 9, 2, 2), np.float32)
-    weight[3], weight[4] = -1, 1.5  # -inf; and a second significant bit
+    weight[3], weight[4] = -1, 1.5  # -1 gives -inf; 1.5 has a second significant bit
     (x if side == "x" else weight)[(1, 7, 2, 3) if side == "x" else (2, 7, 1, 0)] = value
     actual = run_arrays(cuda, x, weight, arithmetic, tile)
-    for array in (x, weight):  # NumPy warns where it widens a signalling one
+    for array in (x, weight):  # NumPy warns if it widens a signalling NaN
         array[np.isnan(array)] = np.nan
     assert_close(actual, reference.conv(x, weight), "float32", 36, magnitude=60)
 
@@ -650,7 +650,7 @@ def test_the_largest_number_does_not_overflow(cuda, arithmetic, tile):
 
 @every_variant
 def test_the_order_of_threads_and_blocks_changes_nothing(cuda_target, variant):
-    """The host device runs both in another order at every launch."""
+    """The host device runs threads and blocks in another order at every launch."""
     windows = dict(kernel=(1, 1)) if variant["GATHER"] == "PIXEL_CHUNKS" else dict(kernel=(3, 3), padding=1)
     case = ConvCase(
         batch=2, channels=(24, 16), out_channels=70, spatial=(9, 8), dtype=variant["DTYPE"], **windows,
@@ -664,7 +664,7 @@ def test_the_order_of_threads_and_blocks_changes_nothing(cuda_target, variant):
 
 @pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
 def test_inputs_of_whole_blocks_are_bit_for_bit_their_concatenation(cuda, variant):
-    """64 channels fill K-slabs of every dtype; an input always begins a slab."""
+    """64 channels fill whole K-slabs of every dtype, and every input begins a slab."""
     dtype = as_dtype(variant["DTYPE"])
     generator = np.random.default_rng(7)
     xs = [generator.standard_normal((2, channels, 5, 6)).astype(dtype) for channels in (64, 128, 64)]
@@ -690,7 +690,7 @@ def arithmetic_of(plan):
 
 @pytest.mark.parametrize("on", ["sm_86", "sm_89", "sm_120"])
 def test_a_multiprocessor_of_100_kib_holds_two_large_tiles(on):
-    """Of 16-bit types and TF32, of whose threads each may take 128 registers."""
+    """This holds for 16-bit types and TF32, whose threads may use 128 registers each."""
     taken = {implicit_gemm.shared_bytes((128, 128), arithmetic, "float32") for arithmetic in ("MMA", "TF32")}
     assert [blocks_that_fit(128, implicit_gemm.TILES[128, 128], bytes_, KNOWN_GPUS[on]) for bytes_ in taken] == [2]
 
@@ -723,7 +723,7 @@ def test_what_has_no_complex_kernel_is_refused():
 
 @pytest.mark.grid(variant=ALONG_PIXELS, channels=[(9,), (24, 7, 200)], groups=[1, 3])
 def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, variant, channels, groups):
-    """Counted here from the definition: every run in whole K-chunks, then slabs; every tile whole."""
+    """Bytes are counted here from the definition: every run in whole K-chunks, then in slabs, and every tile whole."""
     dtype, tile = as_dtype(variant["DTYPE"]), tile_of(variant)
     channels, outputs, taps = tuple(3 * count for count in channels), 3 * 50, 6
     xs = [cuda_target.to_device(np.zeros((2, count, 4, 5), dtype)) for count in channels]
@@ -779,7 +779,7 @@ def test_a_sum_stays_whole_where_its_parts_exceed_the_limit():
     ids=["size", "padding", "batch", "terms", "outputs"],
 )
 def test_sizes_beyond_int32_are_refused(x_shape, weight_shape, settings):
-    """With room to spare: sums of a few such numbers have to fit."""
+    """The limits leave a margin, because sums of a few such numbers must fit too."""
     x, weight = (np.broadcast_to(np.zeros((), np.float32), shape) for shape in (x_shape, weight_shape))
     with (
         cupyconv.options(workspace_limit=1 << 60),
@@ -804,7 +804,7 @@ def test_the_page():
 
 @pytest.mark.parametrize(("taps", "is_long"), [(29, 0), (30, 1)])
 def test_windows_of_more_taps_than_bits_are_gone_through_another_way(taps, is_long):
-    """One bit for each tap of each axis, 31 of 32: of a row of 29, with one each for the axes of one tap."""
+    """A window has one bit per tap of each axis, in 31 of 32 bits: 29 for a row, and one for each axis with one tap."""
     x, weight = np.broadcast_to(np.float32(0), (1, 4, 64)), np.broadcast_to(np.float32(0), (4, 4, taps))
     plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
     (launch,) = (step for step in plan.steps if getattr(step, "kernel", None) and step.kernel.name == "implicit_gemm")

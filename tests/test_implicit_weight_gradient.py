@@ -1,6 +1,6 @@
-"""A weight's gradient by method "implicit_gemm": every compiled variant against the oracle, and when it is taken.
+"""Weight gradients with method "implicit_gemm": every compiled variant compared with the reference, and the choice.
 
-Which variant runs is the cost model's choice; here each is forced in turn, with sums of one part and of several.
+The cost model chooses which variant runs.  Here each one is forced in turn, with sums in one part and in several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 
 @pytest.fixture
 def force(monkeypatch):
-    """Have one variant planned for, of as many parts as the pixels give slabs, up to some."""
+    """Force one variant, with at most `parts` parts and at most one part per slab."""
 
     def one(variant, parts=1):
         tile = int(variant["TILE_M"]), int(variant["TILE_N"])
@@ -54,7 +54,7 @@ def force(monkeypatch):
 
 
 def drawn(shape, dtype, seed, integer=True):
-    """Small integers, or values of a standard normal distribution that TF32 holds too."""
+    """Return small integers, or normally distributed values that TF32 represents exactly."""
     rng = np.random.default_rng(seed)
     if integer:
         return rng.integers(-1, 2, shape).astype(as_dtype(dtype))
@@ -64,11 +64,11 @@ def drawn(shape, dtype, seed, integer=True):
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution whose weight's gradient is asked for; numbers of channels are in chunks of 16 bytes, and some more."""
+    """A convolution whose weight gradient is computed; channels are whole chunks of 16 bytes, and `more` of them."""
 
-    chunks: tuple[int, ...] = (1,)  # of each input
+    chunks: tuple[int, ...] = (1,)  # 16-byte chunks of each input's channels
     out_chunks: int = 1
-    more: int = 0  # channels of each input, and outputs
+    more: int = 0  # additional channels of each input, and additional outputs
     batch: int = 2
     size: tuple[int, ...] = (7, 9)
     kernel: tuple[int, ...] = (3, 3)
@@ -77,7 +77,7 @@ class Case:
     window: Mapping[str, Any] = field(default_factory=dict)
 
     def arrays(self, dtype, *, integer=True):
-        """grad, and the inputs."""
+        """Return grad, and the inputs."""
         chunk = 16 // as_dtype(dtype).itemsize
         channels = [n * chunk + self.more for n in self.chunks]
         xs = [drawn((self.batch, n, *self.size), dtype, i, integer) for i, n in enumerate(channels)]
@@ -86,7 +86,7 @@ class Case:
         return drawn((self.batch, self.out_chunks * chunk + self.more, *out), dtype, 9, integer), xs
 
     def gradient(self, target, grad, xs, **how):
-        """What CUDA makes of channels-last views of them."""
+        """Compute the gradient on CUDA from views of these arrays in `layout`."""
         grad, *xs = (with_layout(array, self.layout, target.to_device, target.xp) for array in (grad, *xs))
         settings = dict(self.window, groups=self.groups, method="implicit_gemm", **how)
         return target.to_host(cupyconv.conv_grad_weight(grad, xs, self.kernel, **settings))
@@ -120,7 +120,7 @@ CASES = {
 @every_variant
 @pytest.mark.parametrize("name", CASES)
 def test_cases_exactly(cuda, force, variant, name):
-    """Sums of one part and of as many as there are slabs, of integers that every dtype holds."""
+    """Sums in one part and in one part per slab are exact, with integers that every dtype represents."""
     case = CASES[name]
     grad, xs = case.arrays(variant["DTYPE"])
     expected = case.expected(grad, xs)
@@ -129,7 +129,7 @@ def test_cases_exactly(cuda, force, variant, name):
         assert_exact(case.gradient(cuda, grad, xs), expected, grad.dtype)
 
 
-#: Where images are moved into workspace first: planes, or pixels that are no whole aligned chunks of channels.
+#: Cases with images that are moved to the workspace first: planes, or pixels without whole aligned chunks of channels.
 MOVED = {
     "planes": Case(chunks=(2,), out_chunks=3, layout="c_order", window={"padding": 1}),
     "a plane": Case(chunks=(0,), out_chunks=0, more=1, layout="c_order", window={"padding": 1}),
@@ -148,7 +148,7 @@ MOVED = {
 @every_variant
 @pytest.mark.parametrize("name", MOVED)
 def test_what_is_moved_first_exactly(cuda, force, variant, name):
-    """Sums of one part and of several; the result is of the channels that there are."""
+    """Sums in one part and in several are exact; the result has only the channels that exist."""
     case = MOVED[name]
     grad, xs = case.arrays(variant["DTYPE"])
     expected = case.expected(grad, xs)
@@ -174,7 +174,7 @@ def test_one_factor_may_lie_right_already(cuda, force, variant, moved):
 
 @pytest.mark.parametrize("layout", ["c_order", "channels_last"])
 def test_a_prologue_is_done_as_inputs_are_moved(cuda, force, monkeypatch, layout):
-    """Before zeros are put around them, and behind their channels."""
+    """The prologue is applied before zeros are added around the inputs and behind their channels."""
     case = Case(chunks=(1, 2), out_chunks=1, more=1, window={"padding": 1})
     variant = FLOAT32
     grad, xs = case.arrays(variant["DTYPE"])
@@ -205,7 +205,7 @@ def test_random_data(cuda, force, variant):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("more", [0, 1])
 def test_results_that_lie_otherwise(cuda, force, order, parts, more):
-    """A lone part is the result itself where that lies as sums do: channels-last, and of as many channels."""
+    """A single part is the result itself if its layout is that of sums: channels-last, with as many channels."""
     case, variant = Case(out_chunks=2, more=more, window={"padding": 1}), FLOAT32
     grad, xs = case.arrays(variant["DTYPE"])
     force(variant, parts)
@@ -218,7 +218,7 @@ def test_results_that_lie_otherwise(cuda, force, order, parts, more):
 @every_variant
 @pytest.mark.parametrize("more", [0, 1])
 def test_non_finite_values_stay_in_their_places(cuda, force, variant, more):
-    """What is not finite is of one output, and of the taps that see it; a slab's tail has none of it, nor channels of zeros."""
+    """Non-finite values reach only their output and the taps that read them, not a slab's tail or zero channels."""
     case = Case(chunks=(2,), out_chunks=2, more=more, window={"padding": 1})
     grad, xs = case.arrays(variant["DTYPE"])
     grad[0, 3, 2, 2], xs[0][1, 1, 0, 0] = np.inf, np.nan
@@ -228,7 +228,7 @@ def test_non_finite_values_stay_in_their_places(cuda, force, variant, more):
     assert_close(case.gradient(cuda, grad, xs), expected, grad.dtype, grad[:, 0].size, magnitude=200)
 
 
-# ---- when it is taken --------------------------------------------------------------------------------------------
+# ---- when it is chosen ------------------------------------------------------------------------------------------
 
 
 def test_a_16_bit_layer_takes_it():
@@ -242,7 +242,7 @@ def test_a_16_bit_layer_takes_it():
 
 
 def test_planes_of_16_bits_are_moved_and_take_it():
-    """One launch for each factor, where columns are nine times the image."""
+    """There is one launch per factor, while columns are nine times as large as the image."""
     grad, x = (np.zeros((32, 64, 56, 56), "float16") for _ in range(2))
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, on="sm_80")
     names = [step.kernel.name for step in plan.steps]
@@ -254,7 +254,7 @@ def test_planes_of_16_bits_are_moved_and_take_it():
 def gradient_plan(
     *, order="last", channels=16, outputs=16, groups=1, dtype="float16", cut=False, limit=None, on="sm_90"
 ):
-    """The plan of such a layer by this method."""
+    """Return the plan of such a layer with this method."""
     x, grad = (np.moveaxis(np.zeros((2, 9, 9, count), dtype), -1, 1) for count in (channels, outputs))
     if order == "C":
         x = x.copy(order="C")
@@ -284,7 +284,7 @@ def test_refusals(words, changes):
 
 
 def moved_by(plan):
-    """Which factors a plan moves."""
+    """Return which factors a plan moves."""
     return {dict(step.params)["moved"].buffer for step in plan.steps if step.kernel.name == "channels_last"}
 
 
@@ -296,14 +296,14 @@ def moved_by(plan):
     ],
 )  # fmt: skip
 def test_what_cannot_be_copied_in_chunks_is_moved(moved, changes):
-    """No more than that.  Of a gradient all pixels have to lie in one row."""
+    """Nothing else is moved.  All pixels of a gradient must be in one row."""
     assert moved_by(gradient_plan(**changes)) == ({f"moved_{moved}"} if moved else set())
 
 
 @pytest.mark.parametrize("which", ["x", "grad"])
 @pytest.mark.parametrize("axis, strides", [("n", (1300, 144, 16)), ("h", (1336, 148, 16)), ("w", (1640, 184, 20))])
 def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_be_moved(which, axis, strides):
-    """Its loads of 16 bytes would fault."""
+    """Otherwise its loads of 16 bytes would fault."""
     step_n, step_h, step_w = (2 * elements for elements in strides)
     slanted = as_strided(np.zeros(4000, np.float16), (2, 16, 9, 9), (step_n, 2, step_h, step_w))
     even = np.moveaxis(np.zeros((2, 9, 9, 16), np.float16), -1, 1)
@@ -321,7 +321,7 @@ def test_planes_of_three_axes_that_are_not_aligned_are_moved():
 
 
 def test_a_lone_pixel_is_no_reason_to_move_its_channels():
-    """No stride leads from it to another; one of the next pixel would be no whole number of chunks."""
+    """A single pixel has no stride to another; a stride to the next pixel would be no whole number of chunks."""
     grad, x = np.zeros((1, 16, 1, 1), np.float16), np.moveaxis(np.zeros((1, 3, 3, 16), np.float16), -1, 1)
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", on="sm_90")
     assert moved_by(plan) == set() and dict(plan.steps[0].params)["pixel_stride"] % 8 == 0
@@ -329,7 +329,7 @@ def test_a_lone_pixel_is_no_reason_to_move_its_channels():
 
 @pytest.mark.parametrize("shape", [(1, 3, 3), (4, 2, 2), (9, 3, 3), (1, 1, 9)])
 def test_pixels_in_one_row_are_a_stride_apart(shape):
-    """However many samples they are of: of a lone one no stride leads to another."""
+    """This holds for any number of samples; the stride of a single pixel leads to no other."""
     grad = np.moveaxis(np.zeros((*shape, 16), np.float16), -1, 1)
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, grad, 1, method="implicit_gemm", on="sm_90")
     assert moved_by(plan) == set() and dict(plan.steps[0].params)["pixel_stride"] == 16
@@ -337,7 +337,7 @@ def test_pixels_in_one_row_are_a_stride_apart(shape):
 
 @pytest.mark.parametrize("axis", [2, 3, 4])
 def test_strides_that_an_int32_does_not_count_are_refused(axis):
-    """Of 8 bytes an element, within an image."""
+    """Strides within an image must be below 2**31 bytes, counted for elements of 8 bytes."""
     grad = np.moveaxis(np.zeros((2, 5, 5, 5, 8), np.float16), -1, 1)
     for stride, words in ((2**28 - 8, None), (2**28, "int32")):
         steps = list(grad.strides)
@@ -364,7 +364,7 @@ def test_as_many_inputs_as_a_kernels_parameters_hold():
 
 
 def test_a_sum_of_one_part_is_not_said_to_be_in_parts():
-    """The purpose says what a user reads; where there are two, another launch adds them."""
+    """`purpose` is what a user reads; if there are two parts, another launch adds them."""
     for size, parts in ((9, 1), (16, 2)):
         grad = np.moveaxis(np.zeros((2, size, size, 16), np.float16), -1, 1)
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, grad, 3, padding=1, method="implicit_gemm", on="sm_90")

@@ -1,4 +1,4 @@
-"""`cupyconv.interop.dask`: whole results, in any chunks, against the oracle; what a graph is made of; its errors."""
+"""`cupyconv.interop.dask`: results in any chunks compared with the reference, the structure of graphs, and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def integers(*shape, dtype=np.float64):
 
 @st.composite
 def chunks_of(draw, shape):
-    """Any chunks of an array of this shape."""
+    """Draw chunks of any size for an array of this shape."""
     sizes = []
     for size in shape:
         cuts = sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=3))) if size > 1 else []
@@ -57,7 +57,7 @@ def chunks_of(draw, shape):
 
 
 def chunked(data, array):
-    """Chunks that are views of an array, or have memory of their own; there already, or computed by tasks."""
+    """Return an array in chunks that are views of it or have their own memory, available or computed by tasks."""
     chunks = da.from_array(array, chunks=data.draw(chunks_of(array.shape)))
     return data.draw(st.sampled_from(KINDS))(chunks)
 
@@ -82,7 +82,7 @@ KINDS = [views, computed_views, computed_copies, copies]
 
 
 def places(data, *results):
-    """`out` for these results: none; memory that has other elements between those of a result, or not."""
+    """Draw `out` for these results: none, or memory with or without other elements between those of a result."""
     if not data.draw(st.booleans()):
         return None
     step = data.draw(st.sampled_from([1, 2]))
@@ -90,7 +90,7 @@ def places(data, *results):
 
 
 def computed(y, out):
-    """The result in memory, which is `out` where that was given."""
+    """Return the result in memory, which is `out` if that was given."""
     y = y.compute()
     assert out is None or y is out
     return y
@@ -106,7 +106,7 @@ def all_chunked(data, x):
 @share_of_examples(0.7)
 @given(case=conv_cases(dtypes=DTYPES), data=st.data())
 def test_convolutions_in_any_chunks(case, data):
-    """Strides, dilation, padding of every mode, groups and merges, over chunks that are smaller than a kernel too."""
+    """Strides, dilation, all padding modes, groups and merges are right, also for chunks smaller than a kernel."""
     arrays = case.arrays()
     expected = reference.conv(**arrays, **case.parameters)
     lazy = {**arrays, "x": all_chunked(data, arrays["x"])}
@@ -133,7 +133,7 @@ def test_transposed_convolutions_in_any_chunks(case, data):
 @share_of_examples(0.5)
 @given(case=pool_cases(dtypes=("float32", "float64")), data=st.data())
 def test_pooling_in_any_chunks(case, data):
-    """A list gives a list, each image in chunks of its own."""
+    """A list gives a list, and each image has its own chunks."""
     x = case.arrays()["x"]
     expected = reference_gradients.max_pool(x, **case.parameters)
     all_expected = reference.sequence(expected)
@@ -163,7 +163,7 @@ def test_merges_of_arrays_in_different_chunks(spatial):
 @pytest.mark.parametrize("groups, chunks", [(1, (6,)), (2, (3, 3)), (3, (6,)), (6, (2, 1, 3))])
 @pytest.mark.parametrize("padding_mode", ["constant", "wrap"])
 def test_groups_are_cut_where_chunks_of_channels_end(groups, chunks, padding_mode):
-    """And with them the weight, the bias and a prologue, whose values are of x before it is padded."""
+    """The weight, the bias and a prologue are cut too; the prologue's values apply to x before padding."""
     x, weight, bias = integers(2, 6, 8, 7), integers(12, 6 // groups, 3, 2), integers(12)
     how = dict(padding="same", padding_mode=padding_mode, groups=groups, prologue=(integers(6), integers(6), "relu"))
     y = interop.conv(da.from_array(x, chunks=(1, chunks, 3, 4)), weight, bias, **how)
@@ -172,7 +172,7 @@ def test_groups_are_cut_where_chunks_of_channels_end(groups, chunks, padding_mod
 
 
 def test_a_kernel_reaches_over_many_chunks():
-    """Also into those that only padding is beside."""
+    """It also reaches chunks that have only padding next to them."""
     x, weight = integers(1, 1, 40), integers(1, 1, 33)
     for how in (dict(padding="full"), dict(padding=50), dict(padding=50, padding_mode="reflect")):
         y = interop.conv(da.from_array(x, chunks=(1, 1, 3)), weight, **how)
@@ -213,14 +213,14 @@ def image_and_result():
 
 
 def views_of(array, chunks):
-    """A Dask array whose chunks lie in this one."""
+    """Return a Dask array whose chunks are views of this array."""
     chunks = da.core.normalize_chunks(chunks, array.shape)
     cut = lambda block_info: array[tuple(slice(*ends) for ends in block_info[None]["array-location"])]  # noqa: E731
     return da.map_blocks(cut, chunks=chunks, dtype=array.dtype, meta=np.empty((0,) * array.ndim, array.dtype))
 
 
 def test_out_is_written_when_it_is_computed(image_and_result):
-    """By each chunk that is, and its memory is that of the chunks."""
+    """Each chunk writes its part when it is computed, and the chunks are views of `out`."""
     x, weight, expected = image_and_result
     out = np.full_like(expected, np.nan)
     y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same", out=out)
@@ -253,7 +253,7 @@ def test_what_is_made_of_a_result_in_out_is_apart(image_and_result):
 
 
 def test_out_may_lie_between_chunks_that_are_read_but_not_on_them(image_and_result):
-    """Other tasks read them, before and after."""
+    """Other tasks read the chunks before and after."""
     x, weight, expected = image_and_result
     buffer = np.zeros((2, 8, 12, 14))
     image = buffer[:, :3]
@@ -283,7 +283,7 @@ def test_out_may_be_the_residual_and_not_beside_it(image_and_result):
 
 
 def test_out_is_not_sent_to_another_process(image_and_result):
-    """Which would write into a copy."""
+    """The other process would write to a copy."""
     x, weight, expected = image_and_result
     out = np.empty_like(expected)
     y = interop.conv(da.from_array(x, chunks=6), weight, padding="same", out=out)
@@ -294,7 +294,7 @@ def test_out_is_not_sent_to_another_process(image_and_result):
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.parametrize("kind", [computed_views, computed_copies, copies])
 def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, results, scheduler, kind):
-    """Tasks write into the array that is returned."""
+    """Tasks write to the array that is returned."""
     x, weight, expected = image_and_result
     y = interop.conv(kind(da.from_array(x, chunks=(1, 3, 6, 7))), weight, padding="same")
     whole = y.compute(scheduler=scheduler)
@@ -307,7 +307,7 @@ def test_chunks_of_what_is_computed_whole_are_not_joined(image_and_result, resul
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.parametrize("in_out", [True, False])
 def test_arrays_in_memory_are_computed_at_once(image_and_result, results, scheduler, in_out):
-    """By the call in memory on as many threads, bit for bit; no task is made."""
+    """The call in memory computes them with as many threads, bit for bit, and no task is made."""
     x, weight = image_and_result[0] / 3, np.concatenate([image_and_result[1]] * 2, 1) / 7
     residual = np.cos(np.arange(2 * 4 * 12 * 14.0)).reshape(2, 4, 12, 14)
     workers = dask.system.CPU_COUNT if scheduler == "threads" else 1
@@ -325,7 +325,7 @@ def test_arrays_in_memory_are_computed_at_once(image_and_result, results, schedu
 
 @pytest.mark.parametrize("kind", [views, copies])
 def test_who_watches_sees_a_task_for_each_chunk(image_and_result, results, kind):
-    """And none that lends a halo, where chunks are in memory anyway."""
+    """If the chunks are in memory anyway, no task cuts a halo."""
     x, weight, expected = image_and_result
     y = interop.conv(kind(da.from_array(x, chunks=(1, 3, 6, 7))), weight, padding="same")
     done = []
@@ -335,7 +335,7 @@ def test_who_watches_sees_a_task_for_each_chunk(image_and_result, results, kind)
 
 
 def test_chunks_that_lie_otherwise_than_in_their_array():
-    """Exchanged, repeated, with elements between them, or apart: in memory, and read where they are."""
+    """Chunks in memory are read in place if they are swapped, repeated, separate, or have elements between them."""
     x, weight = integers(1, 2, 12), integers(3, 2, 3)
     other, wider = integers(1, 2, 12, dtype=np.float64) + 1, np.repeat(x, 2, axis=2)
     a, b = x[:, :, :6], x[:, :, 6:]
@@ -359,7 +359,7 @@ def test_a_result_is_in_memory_once():
 
 @pytest.mark.parametrize("in_config", [True, False])
 def test_a_pool_of_processes_is_given_no_array_to_write_to(image_and_result, in_config):
-    """Dask's scheduler of threads takes such a pool too."""
+    """Dask's threaded scheduler accepts such a pool too."""
     x, weight, expected = image_and_result
     y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 14)), weight, padding="same")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -380,7 +380,7 @@ def test_a_copy_by_numpy_is_not_out(image_and_result):
 
 
 def test_where_no_array_can_be_shared_dask_joins_chunks(image_and_result, results):
-    """As it does for workers elsewhere, of which nobody knows what memory they write to."""
+    """Dask does the same for workers elsewhere, whose memory is not known."""
     x, weight, expected = image_and_result
     y = interop.conv(da.from_array(x, chunks=(1, 3, 6, 7)), weight, padding="same")
     whole = y.compute(scheduler=lambda graph, keys, **how: dask.get(graph, keys, **how))
@@ -392,7 +392,7 @@ def test_where_no_array_can_be_shared_dask_joins_chunks(image_and_result, result
 
 
 def tasks_by_layer(y):
-    """How many tasks each kind of layer has."""
+    """Return the number of tasks per kind of layer."""
     return {name.partition("-")[0]: len(layer) for name, layer in y.dask.layers.items()}
 
 
@@ -404,7 +404,7 @@ def test_one_task_a_chunk_and_one_for_the_halos_of_each():
 
 
 def test_no_halo_no_task_for_one():
-    """And no copy: a task's images are views of chunks."""
+    """There is no copy either: a task's images are views of chunks."""
     a, b = da.zeros((2, 3, 64), chunks=(1, 3, 16)), da.zeros((2, 2, 64), chunks=(1, 1, 16))
     for y in (
         interop.linmerge([a, b], integers(4, 5)),
@@ -420,7 +420,7 @@ def test_no_halo_no_task_for_one():
 
 
 def test_a_halo_is_only_what_is_read():
-    """A chunk lends its neighbours copies of what they read, and is not held by them."""
+    """A chunk's neighbors get copies of what they read, so they do not keep the chunk in memory."""
     x = da.zeros((1, 1, 96, 64), chunks=(1, 1, 32, 64))
     y = interop.conv(x, integers(1, 1, 5, 5), padding="same", dilation=(3, 1))
     (halo,) = (layer for name, layer in y.dask.layers.items() if name.startswith("halo"))
@@ -432,7 +432,7 @@ def test_a_halo_is_only_what_is_read():
 
 @pytest.fixture
 def results(monkeypatch):
-    """What tasks return."""
+    """Record what tasks return."""
     seen, run = [], Operation.__call__
 
     def recorded(self, *args, **kwargs):
@@ -445,7 +445,7 @@ def results(monkeypatch):
 
 @pytest.fixture
 def images(monkeypatch):
-    """What tasks convolve."""
+    """Record the images that tasks convolve."""
     seen, run = [], Operation.__call__
 
     def recorded(self, arguments):
@@ -458,7 +458,7 @@ def images(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 def test_chunks_of_one_array_need_no_copy(images, mode, tmp_path):
-    """With their halos they are views that nobody may write to, in memory or in a file, wherever it has what is read."""
+    """With their halos they are read-only views, in memory or in a file, wherever the array has what is read."""
     in_file = np.lib.format.open_memmap(tmp_path / "image.npy", "w+", np.float32, (2, 40, 36))
     in_file[...] = integers(2, 40, 36)
     weight = integers(3, 2, 5, 3).astype(np.float32)
@@ -467,12 +467,12 @@ def test_chunks_of_one_array_need_no_copy(images, mode, tmp_path):
         images.clear()
         y = interop.conv(views_of(array, (2, 10, 9)), weight, **settings).compute()
         assert_exact(y, reference.conv(array, weight, **settings), "float32")
-        views = [x for x in images if not x.flags.writeable]  # a copy is
+        views = [x for x in images if not x.flags.writeable]  # a copy is writeable
         assert len(images) == 16 and len(views) == (4 * 4 if mode == "constant" else 2 * 2)
 
 
 def test_a_chunk_that_is_a_view_of_itself_is_not_held():
-    """As one with axes exchanged is, or one that came from another process."""
+    """Examples are a chunk with transposed axes, and a chunk from another process."""
     x = da.zeros((1, 1, 96, 64), chunks=(1, 1, 32, 64))
     y = interop.conv(x, integers(1, 1, 5, 5), padding="same")
     (halo,) = (layer for name, layer in y.dask.layers.items() if name.startswith("halo"))
@@ -502,7 +502,7 @@ def test_graphs_can_be_sent_and_are_told_apart():
 
 
 def test_what_is_computed_is_what_was_given():
-    """One weight that is filled anew for each of several lazy results."""
+    """One weight may be refilled for each of several lazy results."""
     x, weight, scale = da.ones((1, 2, 8), chunks=4), np.ones((1, 2, 3)), np.ones(2)
     first = interop.conv(x, weight, prologue=(scale, None, None))
     weight *= 5
@@ -529,7 +529,7 @@ class Metres(np.ndarray):
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("length", [4, 12], ids=["of many", "one"])
 def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own, in_memory, length):
-    """They are not made into that, which would lose a part of them or repeat it."""
+    """Such chunks are refused, since a conversion would lose or repeat a part of them."""
     x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, length))
     others = x.map_blocks(
         lambda chunk: becomes(chunk.copy() if own else chunk), dtype=x.dtype, meta=np.empty((0, 0, 0), x.dtype)
@@ -557,7 +557,7 @@ def test_chunks_of_a_narrower_dtype_than_dask_was_told_are_widened(own, length):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The settings in force, and BLAS's threads, at each call in a task."""
+    """Record the settings in force, and BLAS's numbers of threads, at each call in a task."""
     calls, run = [], Operation.__call__
 
     def recorded(self, *args, **kwargs):
@@ -579,7 +579,7 @@ def test_options_are_those_of_where_the_graph_was_made(seen):
 
 
 def test_a_task_takes_one_thread(seen):
-    """Its own and BLAS's, however many tasks there are at a time; and then BLAS has what it had."""
+    """A task uses one thread, and one of BLAS, however many tasks run at a time; then BLAS has its old number again."""
     before = BLAS._numbers()
     y = interop.conv(da.ones((8, 4, 40), chunks=(1, 4, 40)), integers(4, 4, 3))
     y.compute(scheduler="threads", num_workers=4)
@@ -601,7 +601,7 @@ def test_a_task_takes_one_thread(seen):
     ],
 )
 def test_a_call_in_the_place_of_all_tasks_takes_their_threads(seen, settings, each, how, workers):
-    """As many as BLAS would use anyway are no number that was asked for."""
+    """If BLAS would use this number of threads anyway, no number is requested."""
     x, weight = np.ones((8, 4, 40)), integers(4, 4, 3)
     with cupyconv.options(**settings):
         interop.conv(da.from_array(x, chunks=(1, 4, 40)), weight).compute(**how)
@@ -648,7 +648,7 @@ W = np.ones((3, 2, 3))
     ],
 )  # fmt: skip
 def test_errors_come_with_the_call(error, words, call):
-    """As those of the functions in memory do, and not when the result is computed."""
+    """The call raises them, as the functions in memory do, and not the computation of the result."""
     with pytest.raises(error, match=words):
         call()
 
@@ -671,7 +671,7 @@ def test_arrays_on_disk_are_told_the_way_in(tmp_path):
 
 
 def test_the_page_of_the_module_runs(tmp_path, monkeypatch):
-    """From Zarr to Zarr, as it stands."""
+    """The module's example, from Zarr to Zarr, runs unchanged."""
     zarr = pytest.importorskip("zarr", reason="zarr is not installed")
     (page,) = re.findall(r"::\n\n((?:    import dask.*\n)(?:    .*\n|\n)*)", interop.__doc__)
     monkeypatch.chdir(tmp_path)

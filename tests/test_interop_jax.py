@@ -1,4 +1,4 @@
-"""`cupyconv.interop.jax`: values and gradients against JAX's own, eager, traced and vectorised."""
+"""`cupyconv.interop.jax`: values and gradients compared with JAX's own, in eager, traced and vectorized calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ours(x, weight, bias):
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_values_and_cotangents_are_jaxs(dtype, transform):
-    """Complex cotangents are transposed, not conjugated: JAX's convention."""
+    """Complex cotangents are transposed and not conjugated, which is JAX's convention."""
     arguments = array(2, 4, 6, 5, dtype=dtype), array(6, 2, 3, 2, dtype=dtype), array(6, dtype=dtype)
     expected, expected_vjp = jax.vjp(jax_conv, *arguments)
     actual, actual_vjp = jax.vjp(transform(ours), *arguments)

@@ -1,4 +1,4 @@
-"""`cupyconv.interop.onnx`: ONNX's own tests of the operators, and whole networks, by ONNX's evaluator and by itself."""
+"""`cupyconv.interop.onnx`: ONNX's own operator tests, and whole networks, with ONNX's evaluator and with `load`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from cupyconv.numpy.backend import seconds_of  # noqa: E402
 from cupyconv.numpy.threads import BLAS  # noqa: E402
 from tests.benchmarks.networks import NETWORKS, with_weights  # noqa: E402
 
-#: Where ONNX keeps the tests of each operator; they are made as a module is imported.
+#: Modules that define ONNX's tests of each operator; importing a module creates its tests.
 MODULES = {
     "Conv": "conv", "ConvTranspose": "convtranspose", "MaxPool": "maxpool", "AveragePool": "averagepool",
     "GlobalAveragePool": "globalaveragepool", "BatchNormalization": "batch_normalization", "Col2Im": "col2im",
     "RNN": "rnn", "GRU": "gru", "LSTM": "lstm",
 }  # fmt: skip
-#: What differs beside ONNX's own tolerance, which has no room for a zero that is computed.
+#: Least absolute tolerance: ONNX's own tolerance allows no error of a zero that is computed.
 ATOL = 1e-6
 
 
-#: And of what stands between them.
+#: Modules that define the tests of the operators between these.
 BETWEEN = (
     "add", "cast", "clip", "concat", "constant", "constantofshape", "div", "dropout", "elu", "exp", "flatten", "gather",
     "gemm", "globalmaxpool", "hardsigmoid", "hardswish", "identity", "leakyrelu", "lrn", "matmul", "mul", "neg", "pad",
@@ -48,8 +48,8 @@ BETWEEN = (
 
 
 def collected(known):
-    """The tests of single nodes of these operators, on arrays of NumPy's own dtypes."""
-    with warnings.catch_warnings(action="ignore"):  # what they compute overflows, and is meant to
+    """Return ONNX's tests of single nodes with these operators."""
+    with warnings.catch_warnings(action="ignore"):  # their computations overflow on purpose
         for name in (*MODULES.values(), *BETWEEN):
             importlib.import_module(f"onnx.backend.test.case.node.{name}")
     nodes = [(case, list(case.model.graph.node)) for case in node_cases._NodeTestCases]
@@ -57,7 +57,7 @@ def collected(known):
 
 
 def is_plain(case):
-    """Not a sequence, a number of 8 or 4 bits, or training, which `load` refuses."""
+    """Whether a case has no sequence, no bfloat16, 8-bit floating-point or 4-bit numbers, and no training."""
     tensors = [value.type.tensor_type for value in (*case.model.graph.input, *case.model.graph.output)]
     to = [one.i for node in case.model.graph.node for one in node.attribute if one.name == "to"]
     return (
@@ -71,7 +71,7 @@ ids = [case.name for case in CASES]
 
 
 def arrays_of(tensors):
-    """As arrays; one number may come as a scalar."""
+    """Return the tensors as arrays; a single number may be given as a scalar."""
     return [numpy_helper.to_array(one) if isinstance(one, onnx.TensorProto) else np.asarray(one) for one in tensors]
 
 
@@ -115,7 +115,7 @@ def test_as_functions_of_arrays(target, case):
 
 @pytest.mark.parametrize("column_major", [0, 1])
 def test_indices_count_over_samples_and_channels(column_major):
-    """Of three axes, against the definition: the place of each maximum among all elements of X."""
+    """For three axes, indices are compared with the definition: each maximum's position among all elements of X."""
     x = np.random.default_rng(0).permutation(2 * 3 * 4 * 5 * 6).reshape(2, 3, 4, 5, 6).astype(np.float32)
     y, indices = OPERATORS["MaxPool"](x, kernel_shape=[2, 3, 2], storage_order=column_major, outputs=2)
     stored = x.reshape(6, 4, 5, 6)
@@ -147,7 +147,7 @@ def test_where_a_transposed_convolution_begins_is_onnxruntimes(attributes):
 
 
 def test_activations_by_name_and_parameters():
-    """What ONNX's reference does not compute."""
+    """ONNX's reference does not compute these."""
     rng = np.random.default_rng(0)
     x, w, r = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 2, 3), (1, 12, 3), (1, 12, 4)))
     settings = dict(activations=["HardSigmoid", "LeakyRelu"], activation_alpha=[0.3, 0.1], activation_beta=[0.6])
@@ -179,7 +179,7 @@ def test_whole_networks_are_onnxruntimes(name):
     if not path.exists():
         pytest.skip("this onnx brings no networks")
     model = with_weights(onnx.load(path))
-    runtime.set_default_logger_severity(3)  # it would say that the shapes are used no longer
+    runtime.set_default_logger_severity(3)  # it would warn about shapes that are no longer used
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     image = np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)
     given = {model.graph.input[0].name: image}
@@ -187,7 +187,7 @@ def test_whole_networks_are_onnxruntimes(name):
     assert expected.std() > 0.1
     loaded = load(model)
     np.testing.assert_allclose(loaded(**given), expected, rtol=0, atol=1e-5 * abs(expected).max())
-    if name == "densenet121":  # ONNX's evaluator is slow where cupyconv has no part
+    if name == "densenet121":  # ONNX's evaluator is slow between the operators of cupyconv
         assert loaded.explain().done[PLACED] > 40
         return
     (found,) = ReferenceEvaluator(model, new_ops=operators()).run(None, given)
@@ -209,7 +209,7 @@ def test_single_nodes_as_models(case):
 
 
 def parsed(signature, body, version=17):
-    """A model in ONNX's own notation; w, v and the vectors of length 4 are constants."""
+    """Return a model from ONNX's text format; w, v and the vectors of length 4 are constants."""
     rng = np.random.default_rng(0)
     shapes = {
         "w": (4, 4, 3, 3),
@@ -320,7 +320,7 @@ def test_what_is_fused_and_what_is_not(target, name):
         value.name: rng.normal(size=[d.dim_value for d in value.type.tensor_type.shape.dim]).astype(np.float32)
         for value in model.graph.input
     }
-    # ONNX's own transposed convolution takes no groups of more than one output.
+    # ONNX's own transposed convolution does not support groups of more than one output.
     only = [operator for operator in operators() if operator.__name__ == "ConvTranspose"]
     run, expected = load(model, target.xp), ReferenceEvaluator(model, new_ops=only).run(None, inputs)
     assert run.explain().done == done
@@ -333,7 +333,7 @@ def test_what_is_fused_and_what_is_not(target, name):
 
 
 def test_parts_of_a_concatenation_are_where_they_belong_in_images_of_any_size():
-    """Also where integers come in too, which may say sizes: then each has an array of its own."""
+    """This also holds with integer inputs, which may contain sizes; then each part has its own array."""
     body, signature, _ = GRAPHS["a dense block"]
     for more in ("", "int64[1] n, "):
         text = signature.replace("float[2, 4, 6, 6] x", f"{more}float[N, 4, H, W] x").replace(
@@ -350,7 +350,7 @@ def test_parts_of_a_concatenation_are_where_they_belong_in_images_of_any_size():
 
 
 def test_products_between_layers_leave_the_processors_to_these(monkeypatch):
-    """BLAS's threads would look for work for a while after one, where those of the next layers run."""
+    """After a product, BLAS's threads would look for work for a while, on cores that the next layers need."""
     seen = []
     gemm = ELEMENTWISE["Gemm"]
     monkeypatch.setitem(ELEMENTWISE, "Gemm", lambda call, *inputs: seen.append(BLAS._numbers()) or gemm(call, *inputs))
@@ -362,12 +362,12 @@ def test_products_between_layers_leave_the_processors_to_these(monkeypatch):
     assert seen == [[1] * len(before), before] and BLAS._numbers() == before
 
 
-#: Passes over their result that the nodes take which are fused.
+#: Passes over the result that a node needs, for the nodes that are fused.
 PASSES = {"BatchNormalization": 2, "Affine": 2, "Relu": 1, "Add": 1, "Sum": 1, "Clip": 2, "Concat": 1}
 
 
 def prices(model):
-    """What each step of a model takes by the cost model, by its output; of nodes that are not known nothing."""
+    """Yield each node of a model and its estimated time, which is 0 for unknown nodes."""
     inputs = {name: np.zeros(sizes, dtype) for name, (dtype, sizes) in model._graph.inputs.items()}
     places = Places(model._graph, model._wholes(inputs), np.zeros)
     for node, values, call in model._walked(inputs, places):
@@ -382,7 +382,7 @@ def prices(model):
 
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "resnet50", "densenet121"])
 def test_what_is_fused_takes_no_longer_than_its_nodes(name):
-    """Every step, by the cost model, beside the calls that a person would write: layers by themselves, and NumPy's."""
+    """Every step is compared, in estimated time, with code written by hand: separate layers and NumPy's functions."""
     path = NETWORKS / f"light_{name}.onnx"
     if not path.exists():
         pytest.skip("this onnx brings no networks")
@@ -391,7 +391,7 @@ def test_what_is_fused_takes_no_longer_than_its_nodes(name):
     by_hand = {node.outputs[0]: (node, seconds) for node, seconds in prices(Model(read(model), np))}
 
     def apart(output):
-        """What a step takes node by node: all that makes it of the outputs of other steps."""
+        """Return the estimated time of a step node by node, from the outputs of other steps on."""
         node, seconds = by_hand.pop(output)
         return seconds + sum(apart(one) for one in node.inputs if one in by_hand and one not in fused)
 
@@ -404,7 +404,7 @@ def test_what_is_fused_takes_no_longer_than_its_nodes(name):
 
 
 def test_explain_computes_with_zeros_and_warns_of_nothing():
-    """Of 0 / 0 neither: a warning is an error here."""
+    """Not even 0 / 0 gives a warning, which is an error here."""
     model = parsed(
         "(float[1, 4, 6, 6] x) => (float[1, 4, 6, 6] y)", "a = Conv(x, v) n = Sub(x, x) d = Div(n, n) y = Div(a, d)"
     )
@@ -465,7 +465,7 @@ def test_inputs_that_are_not_the_models(error, words, inputs):
 
 
 def test_images_are_let_go_after_their_last_use():
-    """Of eight layers two images are there at a time, and explain says how much that is."""
+    """Only two images of eight layers exist at a time, and `explain` reports how much memory that is."""
     layers = (
         " ".join(f"a{i + 1} = Conv <pads = [1,1,1,1]>(a{i}, w)" for i in range(8)).replace("a0", "x").replace("a8", "y")
     )

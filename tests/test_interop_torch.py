@@ -1,4 +1,4 @@
-"""`cupyconv.interop.torch`: values and gradients against PyTorch's own, `gradcheck`, and what a tensor may be."""
+"""`cupyconv.interop.torch`: values and gradients compared with PyTorch's own, `gradcheck`, and kinds of tensors."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ FUNCTIONS = {"conv": (interop.conv, (4, 3, 1)), "linmerge": (interop.linmerge, (
 
 
 def merge(function, device="cpu", *, with_gradients=True):
-    """A function of one spatial axis, its input and its other tensors by name: all of them, and merged."""
+    """Return a function, its input with one spatial axis, and all its other tensors by name."""
     called, weight_shape = FUNCTIONS[function]
     shapes = {"weight": weight_shape, "bias": (4,), "residual": (2, 4, 6)}
     others = {name: tensor(*shape, device=device, grad=with_gradients) for name, shape in shapes.items()}
@@ -191,7 +191,7 @@ def test_an_argument_changed_in_place_is_found_where_the_backward_pass_needs_it(
 @pytest.mark.parametrize("changed", ["nothing", "y", "x", "weight", "bias", "residual"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_hooks_on_saved_tensors_hide_no_change_in_place(device, function, changed):
-    """PyTorch does not look at the version of what a hook has packed, and the pullback reads the tensor's own memory."""
+    """PyTorch does not check the version of a tensor that a hook packed; the pullback reads the original memory."""
     called, x, others = merge(function, device)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         y = called(x, **others, activation="sigmoid")
@@ -237,7 +237,7 @@ def test_shared_residuals_have_gradients_of_their_own(device, function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_autograd_adds_to_the_gradient_of_a_residual_goes_nowhere_else(device, function):
-    """It adds in place where it can."""
+    """Autograd accumulates in place if it can."""
     called, x, others = merge(function, device)
     p, q, c, d = (tensor(2, 4, 6, device=device, grad=grad) for grad in (True, True, False, False))
 
@@ -252,7 +252,7 @@ def test_what_autograd_adds_to_the_gradient_of_a_residual_goes_nowhere_else(devi
 
 
 def test_hooks_and_retained_gradients(device):
-    """A hook may replace a gradient, or change it in place."""
+    """A hook may replace a gradient, or modify it in place."""
     called, x, others = merge("conv", device)
     weight, residual = others["weight"], others["residual"]
     y = called(x, weight, residual=residual)
@@ -282,7 +282,7 @@ def test_gradients_of_several_backward_passes_add_up(device, activation):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_penalty_of_gradients_is_refused(device, function):
-    """It would be left out: the gradient of a sum seems to depend on nothing."""
+    """The penalty would be left out: the gradient of a sum seems to depend on nothing."""
     called, x, others = merge(function, device)
     y = called(x, others["weight"], activation="tanh")
     with pytest.raises(RuntimeError, match="differentiable once"):
@@ -292,7 +292,7 @@ def test_a_penalty_of_gradients_is_refused(device, function):
 
 @pytest.fixture
 def no_vjp(monkeypatch):
-    """Without what keeps what a backward pass needs."""
+    """Make `vjp` fail, which stores what a backward pass needs."""
 
     def refused(*args, **arguments):
         raise AssertionError("nobody will ask for a gradient")
@@ -319,7 +319,7 @@ def test_forward_mode_is_refused_with_autograd_off_too(device):
 
 
 def test_inference_tensors(device):
-    """A bias of inference is none of what autograd keeps; an input is, and PyTorch refuses it as it does for its own."""
+    """Autograd does not save an inference tensor given as bias; an input it would save, and PyTorch refuses that."""
     called, x, others = merge("conv", device)
     with torch.inference_mode():
         x_of_inference, bias = x * 1, others["bias"] * 1
@@ -332,7 +332,7 @@ def test_inference_tensors(device):
         assert torch.equal(called(x_of_inference, others["weight"], bias), y)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch reads it
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_compiled_function_calls_it_between_two_graphs(device, function):
     called, x, others = merge(function, device)
@@ -426,7 +426,7 @@ def test_docstrings():
 
 # --- recurrent layers ---------------------------------------------------------------------------------------------------
 
-#: Of sizes T 4, N 3, I 2, H 3, both directions.
+#: Shapes for T 4, N 3, I 2, H 3 and both directions.
 SHAPES = {
     "x": (4, 3, 2), "weight_ih": (2, 3, 2), "weight_hh": (2, 3, 3), "bias_ih": (2, 3), "bias_hh": (2, 3),
     "h0": (2, 3, 3), "c0": (2, 3, 3), "peephole": (2, 9),
@@ -435,7 +435,7 @@ RECURRENT = {"rnn": (interop.rnn, 1), "lstm": (interop.lstm, 4), "gru": (interop
 
 
 def layer(cell, device="cpu", dtype=torch.float64):
-    """Tensors for all arguments of a bidirectional layer, by name."""
+    """Return tensors for all arguments of a bidirectional layer, by name."""
     names = [name for name in SHAPES if cell == "lstm" or name not in ("c0", "peephole")]
     gates = {name: RECURRENT[cell][1] if name.startswith(("weight", "bias")) else 1 for name in names}
     shapes = {name: (SHAPES[name][0], gates[name] * SHAPES[name][1], *SHAPES[name][2:]) for name in names}
@@ -460,7 +460,7 @@ def test_gradcheck_of_recurrent_layers(device, cell):
 
 @pytest.mark.parametrize("cell", RECURRENT)
 def test_recurrent_layers_are_torchs(device, cell):
-    """Of a module's own parameters; only the last state is used, in float32."""
+    """The parameters are those of a module; the loss uses only the last state, in float32."""
     module = {"rnn": torch.nn.RNN, "lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](3, 5).to(device)
     x = tensor(6, 2, 3, device=device, dtype=torch.float32)
     grads = []
@@ -484,7 +484,7 @@ def test_lengths_may_be_a_tensor(device):
 
 
 def test_lengths_become_an_array_on_the_stream(monkeypatch):
-    """Elsewhere a tensor on a GPU would wait for another stream, which a graph that is recorded does not allow."""
+    """Otherwise a tensor on a GPU would wait for another stream, which a graph that is captured does not allow."""
     inside, given = [], []
     array = interop._array
 

@@ -1,4 +1,4 @@
-"""What is kept from call to call: within one budget, given back when asked, and never what is large."""
+"""Caches between calls: they share one budget, are released on request, and hold nothing large."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def conv_of_a_wide_border(padding: int) -> np.ndarray:
 
 
 def kept_after(*calls) -> int:
-    """Bytes that are there after calls and were not before them."""
+    """Return the bytes in use after the calls that were not in use before them."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -46,17 +46,17 @@ def kept_after(*calls) -> int:
 
 
 def test_the_budget_is_that_of_all_together(monkeypatch):
-    """Index arrays of a padding mode were kept by their count: 20 calls kept 1 GiB."""
+    """Index arrays of a padding mode were once limited by their number: 20 calls cached 1 GiB."""
     monkeypatch.setattr(kept, "BUDGET", 1 << 20)
     monkeypatch.setattr(kept, "LARGEST", 1 << 18)
     calls = [partial(conv_of_a_wide_border, 4000 + i) for i in range(40)]
-    conv_of_a_wide_border(10)  # what is imported and set up once
+    conv_of_a_wide_border(10)  # imports and sets up what is needed once
     assert kept_after(*calls) < (1 << 20) + 100_000
     assert 0 < kept.spent() <= 1 << 20
 
 
 def test_what_is_large_is_not_kept():
-    """The slices of a window of 100,000 taps took 345 MB."""
+    """The slices of a window of 100,000 taps once took 345 MB."""
     x = np.ones((1, 1, 20_000), np.float32)
     cupyconv.max_pool(x, 3)
     assert kept_after(lambda: cupyconv.max_pool(x, 10_000, stride=1)) < kept.LARGEST
@@ -95,12 +95,12 @@ def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
     cache.keep("third", 3)
     assert [cache.get(key) for key in ("first", "second", "third")] == [1, None, 3] and len(cache) == 2
     before = kept.spent()
-    cache.keep("third", 4)  # in its own place
+    cache.keep("third", 4)  # replaces its own entry
     assert (cache.get("first"), cache.get("third"), kept.spent()) == (1, 4, before)
 
 
 class CallsWithin:
-    """A key.  Where its hash is asked for, a call is made in the midst of that, as by a signal's handler."""
+    """A key whose hash makes a call in the middle of a cache operation, as a signal handler may."""
 
     def __init__(self, call) -> None:
         self.call = call
@@ -114,14 +114,14 @@ class CallsWithin:
 
 @pytest.mark.parametrize("within", ["keep", "clear"])
 def test_a_call_in_the_midst_of_letting_go(within, monkeypatch):
-    """It let go of what the outer one was about to look at: a KeyError out of a convolution."""
+    """The inner call once evicted what the outer one was about to look up: a convolution raised KeyError."""
     cache, others = kept.Cache(4), count()
     calls = {"keep": lambda: [cache.keep(next(others), None) for _ in range(3)], "clear": cache.clear}
     keys = [CallsWithin(calls[within]) for _ in range(20)]
     monkeypatch.setattr(kept, "BUDGET", kept.spent() + 3000)
     for key in keys:
         cache.keep(key, bytes(500))
-    assert len(cache) <= 5  # one was kept within, of which there was room for the other
+    assert len(cache) <= 5  # the inner call cached one entry in the space of the outer call's entry
     for key in keys:
         key.call = lambda: None
     cache.clear()
@@ -148,7 +148,7 @@ def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monke
 
 
 def test_as_much_as_the_budget_may_be_reserved_but_for_what_one_large_thing_needs():
-    """Memory of gradients in four dtypes left room for one remembered call: of twenty in turn each took 80 times as long."""
+    """Gradient memory in four dtypes once left space for one cached call; twenty in turn took 80 times as long each."""
     cache, most = kept.Cache(30), kept.BUDGET - kept.LARGEST
     for number in range(20):
         cache.keep(number, number, at_most=kept.LARGEST)
@@ -224,7 +224,7 @@ def test_clear_caches_gives_everything_back():
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8, 16])
 def test_rows_are_whole_lines_and_follow_each_other_in_other_places_of_the_cache(itemsize):
-    """No more lines than they need, or one more; the innermost cache has each line in one of 64 places."""
+    """Rows need as few lines as possible, or one more; the L1 cache stores a line in one of 64 places."""
     for elements in range(1, 5000):
         whole, apart = (rows(elements, itemsize) * itemsize for rows in (whole_lines, lines_apart))
         assert elements * itemsize <= whole < elements * itemsize + LINE and whole % LINE == 0
@@ -272,7 +272,7 @@ def test_views_of_scratch_memory_are_made_once_while_it_stays():
     sizes = [len(buffers) for owner in owners if views(owner) > 3 or owner is owners[0]]
     assert 100 < max(sizes) <= 128 and min(sizes[140:]) < 20 and len(sizes) == len(owners)
     of_others = [scratch.views(made, 10, ("tile", "columns"), lambda: next(made)) for _ in range(2)]
-    assert of_others[0] < of_others[1]  # of memory that is not kept
+    assert of_others[0] < of_others[1]  # their memory is not cached
     alone = Scratch(np.dtype(np.float32), rounds=1)
     assert [alone.views(owners[0], 10, ("tile",), lambda: next(made)) for _ in range(2)] == [305, 306]
 
@@ -289,7 +289,7 @@ def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    del thread  # from Python 3.14 on it has the context in which it ran
+    del thread  # from Python 3.14 on, it holds the context in which it ran
     gc.collect()
     assert kept.spent() == before + 4000 + LINE
     scratch.array("tile", (2000,))
@@ -328,7 +328,7 @@ def test_a_buffer_is_given_back_while_another_thread_gives_all_back():
 
 
 def test_clearing_while_others_compute():
-    """From a thread, again and again, while this one computes."""
+    """Another thread clears the caches again and again while this one computes."""
     x, w = np.ones((8, 64, 20, 20), np.float32), np.ones((64, 64, 3, 3), np.float32)
     expected, done = cupyconv.conv(x, w), threading.Event()
 
@@ -351,7 +351,7 @@ def test_clearing_while_others_compute():
 
 @pytest.mark.parametrize("mode", ["wrap", "reflect", "edge", "symmetric"])
 def test_index_arrays_of_borders_are_within_the_limit(mode):
-    """Of a border of 10**6 elements beside a limit of 1 MiB they took 986 MiB."""
+    """With a border of 10**6 elements and a limit of 1 MiB, they once took 986 MiB."""
     x, w, limit = np.ones((1, 1, 100), np.float32), np.ones((1, 1, 3), np.float32), 1 << 20
     with cupyconv.options(workspace_limit=limit):
         call = partial(cupyconv.conv, x, w, padding=200_000, padding_mode=mode)
@@ -362,7 +362,7 @@ def test_index_arrays_of_borders_are_within_the_limit(mode):
 
 
 def test_index_arrays_of_a_wide_border_are_kept_within_the_budget():
-    """Dozens of megabytes, as the page says, of a call whose limit is 1 MiB."""
+    """They have dozens of megabytes, as the documentation says, although the call's limit is 1 MiB."""
     grad, w = np.ones((1, 1, 2 * 10**6 + 98), np.float32), np.ones((1, 1, 3), np.float32)
     with cupyconv.options(workspace_limit=1 << 20):
         cupyconv.conv_grad_input(grad, w, (1, 1, 100), padding=10**6, padding_mode="wrap")
@@ -377,7 +377,7 @@ def test_show_config_says_what_is_kept(capsys):
 @pytest.mark.parametrize("limit", [None, 20_000])
 @pytest.mark.parametrize("shape", [(40,), (20, 20), (9, 9, 9)])
 def test_bytes_that_are_not_counted_up_are_bounded(shape, limit):
-    """What blocks read is counted by how much it is: to count it up took longer than it had taken to compute."""
+    """The bytes of what blocks read are a bound, since counting them took longer than computing what is cached."""
     x = np.ones((2, 4, *shape), np.float32)
     for size in (1, 2, 5):
         w = np.ones((4, 4, *(size,) * len(shape)), np.float32)
@@ -388,6 +388,6 @@ def test_bytes_that_are_not_counted_up_are_bounded(shape, limit):
     for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS):
         assert len(cache)
         for key, entry in cache._entries.items():
-            for name in dir(key[0]):  # a geometry keeps what it is asked for
+            for name in dir(key[0]):  # a geometry caches the properties that are read
                 getattr(key[0], name)
             assert kept.held_bytes((key, entry.value)) <= entry.nbytes

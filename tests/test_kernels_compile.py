@@ -1,8 +1,8 @@
-"""Kernel variants compile for GPUs, warnings being errors, and are what they claim to be.
+"""Kernel variants compile for GPUs, with warnings as errors, and are what they claim to be.
 
-No GPU takes part: NVRTC gives machine code, PTX and the registers used.  The parameter structs are held
-against NumPy's mirror of them by static assertions, generated field by field and compiled into every
-kernel by NVRTC and by the host's C++ compiler.
+No GPU is needed: NVRTC gives machine code, PTX and the registers used.  The parameter structs are compared with NumPy's
+mirror of them by static assertions, which are generated field by field.  NVRTC and the host's C++ compiler compile them
+into every kernel.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from tests.variants import MEAN, all_variants, is_fast, is_planned
 nvrtc.require()
 pytestmark = pytest.mark.nvrtc
 
-#: The oldest architecture that current toolkits compile for, and the one most checks are made on.
+#: The oldest architecture that current toolkits compile for, and the one that most checks use.
 ARCHITECTURES = (75, 90)
 NAMES = tuple(PARAMETERS)
 VARIANTS = {name: [variant for variant in all_variants() if variant.name == name] for name in NAMES}
 
-#: Variants of implicit_gemm.cu with every tile, in the smallest and the largest type of sums.
+#: Variants of implicit_gemm.cu with every tile, for the smallest and the largest type of sums.
 IMPLICIT_GEMM_LAYOUTS = [
     variant
     for variant in VARIANTS["implicit_gemm"]
@@ -62,13 +62,13 @@ IMPLICIT_GEMM_LAYOUTS = [
     and dict(variant.macros)["DTYPE"] in ("float16", "float64")
 ]
 
-#: A struct by value may take this much in every driver.
+#: Maximum bytes of a struct passed by value that every driver supports.
 PARAMETER_SPACE = 4096
 
-#: 16 bytes at once, in PTX: four 32-bit words or two of 64.
+#: An access of 16 bytes at once, in PTX: four 32-bit words or two 64-bit words.
 SIXTEEN_BYTES = r"{access}\.global(?:\.\w+)*\.(?:v4\.[bfsu]32|v2\.[bfsu]64)\b"
 
-#: Loads past the caches' coherence, in PTX, of what nobody writes while the kernel runs.
+#: Loads that bypass the coherence of caches, in PTX, for data that is not written while the kernel runs.
 READ_ONLY = r"ld\.global(?:\.\w+)*\.nc\b"
 
 #: Every variant for both architectures, which ``--nightly`` compiles.
@@ -76,11 +76,11 @@ EVERY_VARIANT = [(variant, architecture) for variant in all_variants() for archi
 
 
 def pairs_of(variant: Kernel, architecture: int) -> set[tuple[object, ...]]:
-    """Every two values that a kernel is compiled with."""
+    """Return every pair of values that a kernel is compiled with."""
     return {(variant.name, *pair) for pair in combinations([*variant.macros, ("architecture", architecture)], 2)}
 
 
-#: So many of them that every pair of a kernel's macros occurs, and every macro for both architectures.
+#: Enough of these variants that every pair of a kernel's macros occurs, and every macro for both architectures.
 SOME_VARIANTS = [EVERY_VARIANT[index] for index in fewest([pairs_of(*each) for each in EVERY_VARIANT])]
 
 
@@ -91,7 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("variant", "architecture"), chosen, ids=ids)
 
 
-#: Variants of the recurrent kernels that have shared memory of a size that the plan gives.
+#: Variants of the recurrent kernels whose plan gives the size of their shared memory.
 RECURRENT_LAYOUTS = list(
     dict.fromkeys(
         variant
@@ -112,7 +112,7 @@ def test_a_variant_compiles_to_what_it_claims_to_be(variant, architecture):
         assert re.search(SIXTEEN_BYTES.format(access=access), result.ptx), f"no 16-byte {access}"
     if variant.name in ("recurrent_persistent", "recurrent_gradient_persistent"):
         assert not re.search(READ_ONLY, result.ptx), "other blocks write what it reads, and that path may keep what was"
-    if variant.name == "conv_pair" and is_planned(variant, architecture):  # what occupancy is worked out from
+    if variant.name == "conv_pair" and is_planned(variant, architecture):  # registers limit its occupancy
         gpu = known_gpu(f"sm_{architecture}")
         listed, used = (
             blocks_that_fit(count, 256, 1 << 10, gpu) for count in (registers(variant, gpu), result.registers)
@@ -122,7 +122,7 @@ def test_a_variant_compiles_to_what_it_claims_to_be(variant, architecture):
 
 
 def wide_accesses(variant: Kernel) -> tuple[str, ...]:
-    """The instructions by which a variant moves 16 bytes at once, if that is what it is for."""
+    """Return the instructions with which a variant must move 16 bytes at once, if that is its purpose."""
     macro, accesses = {
         "merge": ("VECTOR", ("ld", "st")),
         "im2col": ("WIDTH", ("st",)),
@@ -132,7 +132,7 @@ def wide_accesses(variant: Kernel) -> tuple[str, ...]:
 
 
 def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
-    """Of each kernel something is among the few variants, and of the fast ones something that may not spill."""
+    """The few variants include one of every kernel, and one of every fast kernel that must not spill."""
     assert {variant.name for variant, _ in SOME_VARIANTS} == set(NAMES)
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
@@ -169,7 +169,7 @@ def test_enumerations_and_limits_agree(name):
 
 @pytest.mark.parametrize("kernel", VARIANTS["conv_pair"], ids=str)
 def test_a_pair_lays_out_as_much_shared_memory_as_is_planned(kernel):
-    """On the host, which reads a source in less time than NVRTC compiles one; the first variant with both."""
+    """This is checked on the host, which compiles faster than NVRTC; the first variant is checked with both."""
     if build.unavailable():
         pytest.skip(str(build.unavailable()))
     check = compile_for_host(kernel, layout_assertions(kernel))
@@ -178,7 +178,7 @@ def test_a_pair_lays_out_as_much_shared_memory_as_is_planned(kernel):
 
 @pytest.mark.parametrize("kernel", IMPLICIT_GEMM_LAYOUTS, ids=str)
 def test_an_implicit_gemm_lays_out_as_much_shared_memory_as_is_planned(kernel):
-    """Every tile, with sums of 4 and of 8 bytes."""
+    """This holds for every tile, with sums of 4 and of 8 bytes."""
     if build.unavailable():
         pytest.skip(str(build.unavailable()))
     macros = dict(kernel.macros)
@@ -191,7 +191,10 @@ def test_an_implicit_gemm_lays_out_as_much_shared_memory_as_is_planned(kernel):
 
 @pytest.mark.parametrize("kernel", RECURRENT_LAYOUTS, ids=str)
 def test_a_recurrent_layer_lays_out_as_much_shared_memory_as_is_planned(kernel):
-    """What is there whatever the layer's size; behind it lie rows of the weight, of which a layer of no units has their ends."""
+    """Checks the part that does not depend on the layer's size.
+
+    Rows of the weight are stored behind it; of these, a layer without units has only the ends.
+    """
     if build.unavailable():
         pytest.skip(str(build.unavailable()))
     macros, item = dict(kernel.macros), ITEMSIZE[dict(kernel.macros)["DTYPE"]]
@@ -210,7 +213,7 @@ def test_a_recurrent_layer_lays_out_as_much_shared_memory_as_is_planned(kernel):
 
 
 def test_a_wrong_assertion_is_seen():
-    """The checks above can fail: a field one byte off, an enumerator with another's number."""
+    """The checks above can fail: for a field one byte off, or an enumerator with another's number."""
     wrong_field = field_assertions("merge")[-1].replace(" == ", " == 1 + ", 1)
     wrong_code = "static_assert(int(cupyconv::TANH) == 0);"
     pair = VARIANTS["conv_pair"][0]
@@ -230,7 +233,7 @@ def test_a_wrong_assertion_is_seen():
     ids=str,
 )
 def test_pooling_compares_without_flushing(kernel):
-    """What picks an element, not what asks for NaN (an ordered or unordered comparison with infinity)."""
+    """This concerns comparisons that choose an element, not checks for NaN (ordered or unordered, with infinity)."""
     ptx = nvrtc.compile_variant(kernel, ARCHITECTURES[0]).ptx
     assert re.search(r"setp\.(gt|eq)\.f(32|64)", ptx)
     assert not re.search(r"setp\.(gt|lt|eq|neu?)\.ftz", ptx)
@@ -244,7 +247,7 @@ def test_warnings_are_errors():
 
 
 def test_spills_are_seen():
-    """128 values alive at once with 32 registers cannot do without memory."""
+    """128 values alive at once do not fit 32 registers."""
     source = """
         extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* data) {
             float v[128];
@@ -273,7 +276,7 @@ def test_no_variant_is_listed_twice():
 
 
 def test_an_edited_header_changes_the_options(tmp_path):
-    """A compile cache knows only the options and the one file given to it: the hash must be among them."""
+    """A compile cache knows only the options and the one file given to it, so the hash must be among the options."""
     copy = tmp_path / "kernels"
     shutil.copytree(kernel_directory(), copy)
     assert source_hash(copy) == source_hash()
@@ -291,7 +294,7 @@ def test_an_edited_header_changes_the_options(tmp_path):
 
 # Assertions about the parameter structs.
 
-#: The struct a kernel takes by value, and whether a field is a pointer, an integer or a floating-point number.
+#: The struct that a kernel takes by value, and whether a field is a pointer, an integer or a floating-point number.
 DECLARATIONS = """
 template <class P> P parameter_of(void (*)(P));
 using Params = decltype(parameter_of(&{kernel}));
@@ -310,13 +313,13 @@ template <> constexpr char KIND<double> = 'f';
 
 
 def with_assertions(name: str, assertions: list[str]) -> tuple[str, tuple[str, ...], int]:
-    """A kernel's first variant followed by assertions, as arguments of `nvrtc.compile_source`."""
+    """Return a kernel's first variant followed by assertions, as arguments of `nvrtc.compile_source`."""
     source = "\n".join([kernel_source(name), DECLARATIONS.format(kernel=name), *assertions])
     return source, (*compile_options(VARIANTS[name][0].macros), *nvrtc.CUPY_OPTIONS), ARCHITECTURES[1]
 
 
 def compile_for_host(kernel: Kernel, assertions: list[str]) -> subprocess.CompletedProcess[str]:
-    """The same translation unit through the host's C++ compiler; nothing is written."""
+    """Compile the same translation unit with the host's C++ compiler, without output."""
     source = "\n".join([f'#include "{kernel.name}.cu"', DECLARATIONS.format(kernel=kernel.name), *assertions])
     flags = [*build.COMMON_FLAGS, *build.KERNEL_FLAGS, f"-I{kernel_directory()}", f"-I{build.HERE}"]
     flags += [f"-D{macro}={value}" for macro, value in kernel.macros]
@@ -325,7 +328,7 @@ def compile_for_host(kernel: Kernel, assertions: list[str]) -> subprocess.Comple
 
 
 def field_assertions(name: str) -> list[str]:
-    """Size, offset and kind of every field of a kernel's parameters, down to the scalars."""
+    """Return assertions about size, offset and kind of every field of a kernel's parameters, down to the scalars."""
     dtype = PARAMETERS[name]
     return [
         f"static_assert(sizeof(Params) == {dtype.itemsize});",
@@ -342,7 +345,7 @@ def _field_assertions(path: str, field: np.dtype, offset: int) -> Iterator[str]:
 
 
 def fields(dtype: np.dtype, path: str = "", base: int = 0) -> Iterator[tuple[str, np.dtype, int]]:
-    """Everything inside a dtype as (C++ path, dtype, offset); of an array its first two and last elements."""
+    """Yield everything inside a dtype as (C++ path, dtype, offset); for an array, its first two and last elements."""
     parts: list[tuple[str, np.dtype, int]] = []
     if dtype.subdtype is not None:
         item, (count,) = dtype.subdtype
@@ -355,7 +358,7 @@ def fields(dtype: np.dtype, path: str = "", base: int = 0) -> Iterator[tuple[str
 
 
 def constant_assertions(name: str) -> list[str]:
-    """Numbers that C++ and Python both write down, of the headers that this kernel includes."""
+    """Return assertions about numbers that C++ and Python both define, in the headers that this kernel includes."""
     assertions: list[str] = []
     if not name.startswith("recurrent_") or name == "recurrent_inputs":  # the others have no images
         assertions = [f"static_assert(cupyconv::MAX_SOURCES == {MAX_SOURCES});"]
@@ -420,7 +423,7 @@ def constant_assertions(name: str) -> list[str]:
         "depthwise_weight_gradient",
         "implicit_weight_gradient",
         "recurrent_inputs",
-    ):  # they have no epilogue
+    ):  # these have no epilogue
         codes = {
             "identity": activations.IDENTITY.code,
             **{key: code for key, (code, _) in (activations.TABLE | activations.RECURRENT_ONLY).items()},
@@ -430,7 +433,7 @@ def constant_assertions(name: str) -> list[str]:
 
 
 def layout_assertions(kernel: Kernel) -> list[str]:
-    """The bytes of conv_pair.cu's shared memory, for small and large counts of everything they depend on."""
+    """Return assertions about the bytes of conv_pair.cu's shared memory, for small and large values of its inputs."""
     dtype, arithmetic, *kinds = (value for _, value in kernel.macros)
     counts = product(((1, 1), (9, 2)), ((1, 1), (3, 2)), (1, 3), ((1, 1), (700, 300)))
     return [
@@ -441,7 +444,7 @@ def layout_assertions(kernel: Kernel) -> list[str]:
 
 
 def parameter_bytes(ptx: str, entry: str) -> list[int]:
-    """Sizes of an entry point's parameters."""
+    """Return the sizes of an entry point's parameters."""
     declaration = re.search(rf"\.entry {entry}\((.*?)\)", ptx, re.DOTALL)
     assert declaration is not None
     return [int(size) for size in re.findall(r"\.param [^,]*?\.b8 \w+\[(\d+)\]", declaration.group(1))]

@@ -1,7 +1,7 @@
-"""What a kernel's neighbouring threads touch: vectors and single elements, along pixels or along channels.
+"""Accesses of a kernel's neighboring threads: vectors or single elements, along pixels or along channels.
 
-Every case here is chosen by planning from sizes, strides and alignment; each is asked for by name, so that none
-can fall out of use unseen, and its result is compared with the definition.
+Planning chooses every case here from sizes, strides and alignment.  Each test asserts the case by name, so that none
+falls out of use unnoticed, and compares the result with the definition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def integers(seed, shape, dtype):
 
 
 def channels_last(array):
-    """The same values in a view whose channels lie side by side."""
+    """Return the same values in a view with contiguous channels."""
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
@@ -32,7 +32,7 @@ def the_launch(plan, name):
 
 
 def moved_as_it_lies(target, array):
-    """On the device with the strides it has here."""
+    """Copy the array to the device, with the strides that it has here."""
     order = np.argsort([-stride for stride in array.strides], kind="stable")
     return target.to_device(np.ascontiguousarray(array.transpose(order))).transpose(np.argsort(order))
 
@@ -66,7 +66,7 @@ def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
     layout=LAYOUTS, shape=[(8, 8), (9, 5), (19, 33), (3, 9, 10)],
 )  # fmt: skip
 def test_depthwise(cuda_target, kernel, mode, layout, shape):
-    """Strips that end inside and beyond the image, narrow images, three axes, a multiplier, merged inputs."""
+    """Strips that end inside and beyond the image, narrow images, three axes, a multiplier, merged inputs are right."""
     side, stride = kernel
     dtype = "float32"
     xs = [layout(integers(i, (2, c, *shape), dtype)) for i, c in enumerate((2, 3))]
@@ -88,7 +88,7 @@ def test_depthwise(cuda_target, kernel, mode, layout, shape):
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_depthwise(cuda_target, stride, dtype, mode, layout):
-    """Groups of three channels, of which one spans two inputs, and of two outputs."""
+    """Groups have three channels, of which one group spans two inputs, and two outputs."""
     xs = [layout(integers(i, (2, c, 11, 9), dtype)) for i, c in enumerate((4, 5))]
     weight, bias = integers(2, (6, 3, 3, 3), dtype), integers(3, 6, dtype)
     settings = {"padding": 1, "padding_mode": mode, "groups": 3, "stride": (stride, 1), "activation": "relu"}
@@ -103,7 +103,7 @@ def test_grouped_depthwise(cuda_target, stride, dtype, mode, layout):
 
 @pytest.mark.parametrize("change", ["dilation", "reversed", "kernel", "stride"])
 def test_depthwise_of_any_kernel(cuda_target, change):
-    """What the compiled kernels do not cover goes tap by tap."""
+    """Cases that the compiled kernels do not cover are computed tap by tap."""
     x, weight = integers(0, (2, 4, 9, 11), "float64"), integers(1, (4, 1, 3, 4 if change == "kernel" else 3), "float64")
     settings = {
         "groups": 4,
@@ -124,7 +124,7 @@ def test_depthwise_of_any_kernel(cuda_target, change):
     size=[(5, 7), (2, 3, 4)], step=[1, 2],
 )  # fmt: skip
 def test_im2col(cuda_target, dtype, channels, layout, size, step):
-    """Squares that are whole and cut, along pixels and along channels, written in vectors and one by one."""
+    """Whole and cut squares, along pixels and along channels, are written in vectors and one by one."""
     xs = [layout(integers(i, (3, c, *size), dtype)) for i, c in enumerate(channels)]
     kernel, settings = (2,) * len(size), {"padding": 1, "stride": 1}
     expected = reference.im2col(xs, kernel, **settings)
@@ -141,7 +141,7 @@ def test_im2col(cuda_target, dtype, channels, layout, size, step):
 
 
 def test_one_pixel_is_channels_side_by_side(cuda_target):
-    """A result of one pixel a sample: a matrix (n, c) whose neighbours in memory are channels."""
+    """A result with one pixel per sample is a matrix (n, c), in which channels are neighbors in memory."""
     x, weight = integers(0, (5, 4, 2, 2), "float32"), integers(1, (16, 4, 2, 2), "float32")
     arguments = [cuda_target.to_device(x), cuda_target.to_device(weight)]
     settings = {"activation": "relu", "method": "gemm"}

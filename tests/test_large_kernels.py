@@ -1,4 +1,4 @@
-"""Kernels as large as the image, or larger: no loop over a million taps."""
+"""Kernels as large as the image, or larger, need no loop over a million taps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def transposed() -> tuple[np.ndarray, np.ndarray]:
 
 
 def input_gradient() -> tuple[np.ndarray, np.ndarray]:
-    """Of a weight whose products are more than the limit on workspace."""
+    """Return the gradient for a weight whose products exceed the workspace limit."""
     grad, w = planes(1, 2 * SIZE)
     return cupyconv.conv_grad_input(grad, w, w.shape), grad * w
 
@@ -72,7 +72,7 @@ def weight_gradient() -> tuple[np.ndarray, np.ndarray]:
 
 
 def large_weight_gradient() -> tuple[np.ndarray, np.ndarray]:
-    """Of more taps than the limit on workspace has bytes for, of several pixels."""
+    """Return the gradient of several pixels, for more taps than fit the workspace limit."""
     grad, x = planes(2, 2500 + 1)
     shifted = [[grad[..., i, j].item() * x[..., i : i + 2500, j : j + 2500] for j in range(2)] for i in range(2)]
     return cupyconv.conv_grad_weight(grad, x, (2500, 2500)), np.array(shifted).sum((0, 1))
@@ -93,7 +93,7 @@ def place_of_the_largest() -> tuple[np.ndarray, np.ndarray]:
 
 
 def mean() -> tuple[np.ndarray, np.ndarray]:
-    """And how its gradient comes back: a share for each element."""
+    """Return the mean's gradient, the same share for each element, after checking the mean."""
     (x,) = planes(2 * SIZE)
     x = x.reshape(1, 1, -1).astype(np.float16)
     y, pullback = cupyconv.vjp(cupyconv.avg_pool, x, x.shape[2:])
@@ -120,7 +120,7 @@ def mean() -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_a_kernel_as_large_as_the_image(case: Callable[[], tuple[np.ndarray, np.ndarray]]):
-    """With a turn of a loop for each tap they took 15 to 100 s."""
+    """With one iteration of a loop per tap, they took 15 to 100 s."""
     start = time.process_time()
     actual, expected = case()
     assert time.process_time() - start < 8
@@ -141,7 +141,7 @@ def test_a_kernel_as_large_as_the_image(case: Callable[[], tuple[np.ndarray, np.
     ids=str,
 )
 def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
-    """Some taps at a time, and pixel by pixel: whatever the limit cuts."""
+    """Whatever the limit allows is right: some taps at a time, or pixel by pixel."""
     rng = np.random.default_rng(1)
 
     def integers(*shape):
@@ -170,7 +170,7 @@ def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
 ], ids=lambda test: test.__name__)  # fmt: skip
 @pytest.mark.parametrize("piece", [1, 5])
 def test_pooling_window_by_window(of_any, piece, monkeypatch):
-    """As where windows are few and their taps many, and larger than what is looked through at once."""
+    """Pooling is done as for few windows of many taps, which are larger than the piece that is searched at once."""
     monkeypatch.setattr(pool_windows, "PIECE", piece)
     monkeypatch.setattr(max_pool, "few", lambda windows, taps: True)
     monkeypatch.setattr(pool_blocks, "MANY_TAPS", 0)
@@ -184,7 +184,7 @@ def test_pooling_window_by_window(of_any, piece, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("size", [(2100, 2100), (2, 3, 4_000_000), (300, 300, 200)], ids=str)
 def test_pooling_of_all_of_an_image_keeps_within_the_limit(size, dtype):
-    """It was refused from 2050 x 2050 on."""
+    """Pooling was once refused from 2050 x 2050 on."""
     size, channels = (size[2:], size[1]) if size[0] == 2 else (size, 1)
     x = np.ones((1, channels, *size), dtype)
     for function, settings in (
@@ -227,7 +227,7 @@ LONG_CALLS = {
 
 @pytest.mark.parametrize("name", LONG_CALLS)
 def test_loops_of_a_second_are_announced(name):
-    """Each took 0.8 to 5.5 s, of which nothing was said."""
+    """Each took 0.8 to 5.5 s, and no note said so."""
     function, shapes, settings, limit = LONG_CALLS[name]
     arrays = [[np.ones(one) for one in shape] if isinstance(shape, list) else np.ones(shape) for shape in shapes]
     with cupyconv.options(workspace_limit=limit, threads=1):
@@ -240,7 +240,7 @@ def test_loops_of_a_second_are_announced(name):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
 @pytest.mark.parametrize("is_c_order", [True, False], ids=["C order", "reversed"])
 def test_sums_of_a_weight_gradient_beyond_the_limit(dtype, is_c_order):
-    """It was refused: products of all taps at once were thought to be needed, and sums beside the result to fit the limit."""
+    """It was once refused: products of all taps at once, and sums in addition to the result, had to fit the limit."""
     rng = np.random.default_rng(0)
     grad, x = (rng.integers(-2, 3, (2, c, n, n)).astype(dtype) for c, n in ((2, 2), (3, 61)))
     out = np.empty((2, 3, 60, 60), dtype) if is_c_order else np.empty((2, 3, 60, 60), dtype)[..., ::-1]
@@ -251,4 +251,4 @@ def test_sums_of_a_weight_gradient_beyond_the_limit(dtype, is_c_order):
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (60, 60)), np.dtype(dtype).name)
     on_top = 0 if is_c_order and dtype == np.float32 else 3 * 60 * 60 * max(4, np.dtype(dtype).itemsize)
     assert plan.workspace_bytes <= 30_000 + on_top
-    assert peak <= plan.workspace_bytes + kept.spent() + 200_000  # objects of Python
+    assert peak <= plan.workspace_bytes + kept.spent() + 200_000  # and Python's objects

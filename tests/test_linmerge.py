@@ -1,4 +1,4 @@
-"""`linmerge` against its definition, and its promises: any number of inputs and of spatial axes, no concatenation."""
+"""`linmerge` compared with its definition, and its guarantees: any number of inputs and axes, no concatenation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_any_inputs(target, channels, outputs, spatial, batch, dtype, method, bi
 
 
 def test_an_out_whose_leading_axes_have_no_one_stride(target):
-    """It is computed beside its memory and copied there, each time; what lies between stays as it was."""
+    """The result is computed in other memory and copied to `out` in every call; elements in between are unchanged."""
     rng = np.random.default_rng(0)
     x, weight = (integers(rng, shape, "float32") for shape in ((2, 3, 2, 4, 2, 3, 2), (5, 3)))
     memory = target.to_device(np.full((2, 5, 4, 4, 2, 3, 2), 7, np.float32))
@@ -75,7 +75,7 @@ def test_an_out_whose_leading_axes_have_no_one_stride(target):
 @pytest.mark.parametrize("count", [1, 2, 5, 40, 65, 120, 130])
 @pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
 def test_any_number_of_inputs(target, count, method):
-    """The table of inputs in a kernel's parameters is bounded; the number of inputs is not."""
+    """The table of inputs in a kernel's parameters is bounded, but the number of inputs is not."""
     rng = np.random.default_rng(count)
     channels = [1 + i % 3 for i in range(count)]
     xs = [integers(rng, (2, c, 33), "float32") for c in channels]
@@ -91,7 +91,7 @@ def test_any_number_of_inputs(target, count, method):
 
 @pytest.mark.parametrize("count", [2, 65, 120])
 def test_many_inputs_under_one_kernel(target, count):
-    """Columns of more inputs than a launch holds come from several launches."""
+    """Several launches make the columns of more inputs than one launch can hold."""
     rng = np.random.default_rng(count)
     xs = [integers(rng, (2, 1 + i % 2, 9), "float32") for i in range(count)]
     weight = integers(rng, (2, sum(x.shape[1] for x in xs), 3), "float32")
@@ -103,7 +103,7 @@ def test_many_inputs_under_one_kernel(target, count):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("pixels", [16, 1000, 1001])
 def test_tiles_and_vectors(target, outputs, dtype, pixels):
-    """Every tile of the merge kernel, with rows that can and cannot be read in 16-byte vectors."""
+    """Every tile of the merge kernel is right, with rows that can and cannot be read in 16-byte vectors."""
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((2, c, pixels)).astype(dtype) for c in (4, 1, 7)]
     weight, bias = rng.standard_normal((outputs, 12)).astype(dtype), rng.standard_normal(outputs).astype(dtype)
@@ -124,7 +124,7 @@ def test_tiles_and_vectors(target, outputs, dtype, pixels):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize(("batch", "pixels"), [(3, 5000), (3, 5001), (700, 16), (700, 15)])
 def test_blocks_stay(cuda_target, monkeypatch, outputs, dtype, batch, pixels):
-    """On a GPU of one multiprocessor: blocks go from pixels to pixels and from sample to sample."""
+    """On a GPU with one multiprocessor, blocks continue from pixels to pixels and from sample to sample."""
     monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), multiprocessors=1))
     forget_calls()
     rng = np.random.default_rng(outputs)
@@ -146,7 +146,7 @@ def test_blocks_stay(cuda_target, monkeypatch, outputs, dtype, batch, pixels):
 @pytest.mark.parametrize("special", ["x", "weight"])
 @pytest.mark.parametrize("pixels", [40, 41])
 def test_what_is_not_finite_stays_where_it_belongs(target, dtype, special, pixels):
-    """Channels and outputs beyond the last are zeros in a tile: of an infinite number they make NaN nowhere else."""
+    """A tile has zeros beyond the last channel and output; multiplied by infinity, they cause no NaN elsewhere."""
     xs, weight = [np.ones((2, c, pixels), dtype) for c in (4, 1)], np.ones((9, 5), dtype)
     if special == "x":
         xs[0][0, 3, 5], xs[1][1, 0, pixels - 1] = np.inf, np.nan
@@ -160,8 +160,10 @@ def test_what_is_not_finite_stays_where_it_belongs(target, dtype, special, pixel
     dtype=["float16", "float32", "float64"], pixels=[1, 31, 33, 128, 129, 259], residual_step=[None, 1, 3]
 )
 def test_unaligned_rows(target, dtype, pixels, residual_step):
-    """Images that begin one element past an aligned address, rows of any length, a residual with gaps; several
-    samples, and inputs whose ends fall anywhere in a round of channels."""
+    """Images begin one element after an aligned address, with rows of any length and a residual with gaps.
+
+    There are several samples, and inputs may end anywhere in a round of channels.
+    """
     rng = np.random.default_rng(pixels)
     xs = [integers(rng, (3, c, pixels + 1), dtype) for c in (1, 6, 4, 2)]
     weight, bias = integers(rng, (5, 13), dtype), integers(rng, 5, dtype)
@@ -180,7 +182,7 @@ def test_unaligned_rows(target, dtype, pixels, residual_step):
 
 
 def test_the_story_in_small(cuda_target):
-    """Five inputs of four channels: one launch, nothing allocated but the result."""
+    """Five inputs of four channels need one launch, and no memory in addition to the result."""
     device = cuda_target.device
     xs = [device.asarray(np.full((4, 4, 10_000), i, np.float64)) for i in range(5)]
     weight = device.asarray(np.ones((4, 20)))

@@ -1,4 +1,4 @@
-"""Small convolutions, whose views and memory stay from call to call: exactly the oracle's results, whoever calls."""
+"""Small convolutions, whose views and memory are cached between calls: results are exact, whichever thread calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cupyconv.problem.kept import BUDGET, spent
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The products that ran, beside whether their columns were runs with gaps."""
+    """Record the products that ran: for each, whether its columns were runs with gaps."""
 
     def has_gaps(product: LoneProduct) -> bool:
         return product._length > np.prod((product._geometry.batch, *product._geometry.out_size))
@@ -43,7 +43,7 @@ def reordered(x: np.ndarray, layout: str) -> np.ndarray:
     return np.repeat(x, 2, axis=-1)[..., ::2] if layout == "stepped" else x
 
 
-#: Shapes of x and weight, how, and whether columns of float32 are runs, where it is clear.
+#: Shapes of x and weight, settings, and whether float32 columns are runs, or None if that is not clear.
 CASES = {
     "3x3": ((1, 5, 13, 16), (8, 5, 3, 3), {"padding": 1}, True),
     "3x3 without padding": ((1, 4, 12, 9), (3, 4, 3, 3), {}, True),
@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize("case", CASES)
 def test_calls_one_after_the_other(case, dtype, layout, runs):
-    """With all epilogues, whose arrays may be there or not; what is kept is of no other call."""
+    """All epilogues are right, with arrays present or not; nothing that is cached belongs to another call."""
     x_shape, weight_shape, how, is_run = CASES[case]
     rng = np.random.default_rng(5)
     weight, bias = integers(rng, *weight_shape, dtype=dtype), integers(rng, weight_shape[0], dtype=dtype)
@@ -87,7 +87,7 @@ def test_calls_one_after_the_other(case, dtype, layout, runs):
 
 
 def test_calls_at_the_same_time(runs):
-    """Each has memory of its own."""
+    """Each call has its own memory."""
     rng = np.random.default_rng(0)
     weight = integers(rng, 8, 8, 3, 3)
     xs = [integers(rng, 1, 8, 16, 16) for _ in range(8)]
@@ -114,7 +114,7 @@ def test_a_border_stays_zero_where_images_are_not_finite(runs):
 
 
 def test_no_more_than_the_limit(runs):
-    """Where the limit has no room for runs the convolution goes the way that needs less."""
+    """If runs do not fit the limit, the convolution uses an implementation that needs less memory."""
     x, weight = np.ones((1, 8, 16, 16), np.float32), np.ones((8, 8, 3, 3), np.float32)
     for limit in (1 << 20, 90_000, 20_000):
         with cupyconv.options(workspace_limit=limit):
@@ -124,7 +124,7 @@ def test_no_more_than_the_limit(runs):
 
 
 def test_layers_of_a_chain(runs):
-    """Whose images have other axes than the caller's."""
+    """Their images have other axes than the caller's."""
     rng = np.random.default_rng(1)
     x, first, second = integers(rng, 1, 2, 1), integers(rng, 1, 2, 3), integers(rng, 2, 1, 1)
     with cupyconv.options(threads=1):
@@ -136,7 +136,7 @@ def test_layers_of_a_chain(runs):
 
 @pytest.mark.parametrize(("stride", "parts"), [(1, 1), ((1, 3), 3)])
 def test_parts_that_an_input_gradient_is_gathered_from(stride, parts, runs, monkeypatch):
-    """Each is a convolution of a part of the gradient, and written to every so many elements."""
+    """Each part is a convolution of a part of the gradient, whose result is written with a stride."""
     monkeypatch.setattr(interleaved, "plan_interleaved", gathered.plan_gathered)
     monkeypatch.setattr(cost, "least_scattered", lambda problem: inf)
     rng = np.random.default_rng(4)
@@ -153,7 +153,7 @@ def test_parts_that_an_input_gradient_is_gathered_from(stride, parts, runs, monk
 
 
 def test_parts_that_would_keep_much_together_keep_nothing():
-    """What runs them would be too large to be kept, and each call planned anew."""
+    """Their runner would be too large to be cached, so each call would be planned again."""
     x, weight = np.ones((1, 8, 16, 16), np.float32), np.ones((8, 512, 4, 4), np.float32)
     settings = dict(stride=4, dilation=3)
     with cupyconv.options(threads=1):
@@ -201,8 +201,8 @@ def test_a_result_at_an_address_that_is_no_multiple_of_an_element(runs):
 
 @pytest.mark.parametrize(("size", "is_kept"), [(200, True), (800, False)])
 def test_a_tile_is_kept_within_the_budget(size, is_kept, runs, monkeypatch):
-    """Where windows lie far apart, it is much larger than columns are: then it is in the memory of blocks."""
-    monkeypatch.setattr(Shifts, "applies", lambda problem: False)  # it reads no more than there is in columns
+    """If windows are far apart, the tile is much larger than the columns; a large one is in the memory of blocks."""
+    monkeypatch.setattr(Shifts, "applies", lambda problem: False)  # it would read only what the columns hold
     x, weight = np.ones((1, 2, size, size), np.float32), np.ones((2, 2, 2, 2), np.float32)
     cupyconv.clear_caches()
     with cupyconv.options(threads=1):
@@ -214,7 +214,7 @@ def test_a_tile_is_kept_within_the_budget(size, is_kept, runs, monkeypatch):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_zero_times_what_is_not_finite(outputs, runs):
-    """A product of one number with a row is no scaled copy, which zero would make zeros of."""
+    """A product of one number with a row must not be a scaled copy, which would make zeros of a row times zero."""
     x, weight = np.array([[[np.nan, np.inf, 1.0]]]), np.zeros((outputs, 1, 1))
     expected = np.broadcast_to([np.nan, np.nan, 0.0], (1, outputs, 3))
     np.testing.assert_array_equal(cupyconv.conv(x, weight), expected)

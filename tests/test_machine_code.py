@@ -1,9 +1,9 @@
-"""Machine code is read right, and that of typical calls has not become worse than machine_code.json says.
+"""Machine code is read correctly, and that of typical calls is no worse than machine_code.json says.
 
-The compiler's releases differ a little, and so do two writings of the same loop: what is held is that nothing spills,
-that as many blocks fit, that a byte of L2 serves as many operations, and that instructions stay within a tenth.
-Figures that are worse for a reason are renewed by ``python -m tests.machine_code --write``, and so are better ones,
-lest they get lost.
+Releases of the compiler differ slightly, and so do two versions of the same loop.  The tests therefore check four
+facts: no more spills, as many blocks fit, a byte of L2 serves as many operations, and instructions stay within a tenth.
+If figures are worse for a reason, renew them with ``python -m tests.machine_code --write``.  Renew better ones too, so
+that they are not lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests import machine_code, nvrtc
 nvrtc.require(machine_code.unavailable)
 pytestmark = pytest.mark.nvrtc
 
-#: Two of them in every run, with ``--nightly`` all.
+#: `SOME` has two of them for every run; ``--nightly`` checks all.
 EVERY = [(name, arch) for name in machine_code.TYPICAL for arch in machine_code.ARCHITECTURES]
 SOME = [("lstm 256, float16", "sm_90"), ("linmerge, float32", "sm_80")]
 
@@ -39,7 +39,7 @@ def test_machine_code_has_not_become_worse(name, arch):
 
 
 def worse(now: dict, before: dict) -> list[str]:
-    """What is worse than it was, by how much."""
+    """Return which figures are worse than before, and by how much."""
     found = [f"{name} {now[name]}, were {before[name]}" for name in ("spills",) if now[name] > before[name]]
     found += [
         f"{name} {now.get(name)}, were {before[name]}"
@@ -55,17 +55,17 @@ def worse(now: dict, before: dict) -> list[str]:
 
 
 def test_the_model_knows_what_a_warp_issues_for_a_slab():
-    """Of each implicit GEMM that is written down, within an eighth: its products, a round at a time."""
+    """`cost.ISSUED` is within an eighth of the instructions of each recorded implicit GEMM's products."""
     compared = set()
     for call in machine_code.written().values():
         for name, figures in call["sm_90"].items():
             kernel, *macros = re.findall(r"\w+", name)
-            if kernel != "implicit_gemm" or macros[0] == "complex64":  # a round of that multiplies twice
+            if kernel != "implicit_gemm" or macros[0] == "complex64":  # a round of complex64 multiplies twice
                 continue
             dtype, arithmetic, *size, gather = macros
             tile, itemsize = (int(size[0]), int(size[1])), ITEMSIZE[dtype]
             warps = (implicit_gemm.TILES | implicit_gemm.WIDE_TILES)[tile] // WARP
-            one = {2: 16, 4: 8, 8: 4}[itemsize] * 16 * 8 * warps  # multiply-adds of an instruction of each warp
+            one = {2: 16, 4: 8, 8: 4}[itemsize] * 16 * 8 * warps  # multiply-adds of one instruction of every warp
             parts = 3 if arithmetic == "TF32X3" else 1
             products = parts * tile[0] * tile[1] * (SLAB_BYTES // itemsize) // one
             once, inner = figures["round"], figures["inner loop"]
@@ -125,12 +125,12 @@ def test_loops_are_found_in_the_control_flow(architecture):
     assert listing.counts()["float64"] == 2  # a conversion and a product
     assert (
         listing.counts()["reciprocal"] == 1 and listing.counts()["global"] == 3
-    )  # of the division; the loads, the store
+    )  # one reciprocal for the division; two loads and one store
     assert outer.counts["float64"] == outer.counts["reciprocal"] == 0
 
 
 def test_a_loop_whose_branch_is_a_table_is_one():
-    """Code as the disassembler writes it: blocks out of order, a jump by a table, a branch with its condition behind."""
+    """Code as the disassembler writes it: unordered blocks, a jump by a table, a branch with its condition behind."""
     listing = machine_code.Listing(
         """
 kernel:
@@ -156,7 +156,7 @@ kernel:
 
 
 def test_a_round_multiplies_and_loads_the_most_on_the_shortest_way():
-    """Of two ways that load as often the one of fewer instructions; ways past a load, or past all of them, are no round."""
+    """Of two paths with as many loads, the round is the shorter one; paths that skip some or all loads are no round."""
     listing = machine_code.Listing(
         """
 kernel:
@@ -190,7 +190,7 @@ kernel:
 
 
 def test_a_round_of_a_recurrent_layer_has_its_gates():
-    """Of two ways that load as often and call nothing the one with the gates, though past a sample's end the other is shorter."""
+    """Of two paths with as many loads and no calls, the round has the gates, though the other one is shorter."""
     listing = machine_code.Listing(
         """
 kernel:
@@ -216,7 +216,7 @@ kernel:
 
 
 def test_a_part_of_the_function_that_is_called_is_a_branch():
-    """As ptxas has it on sm_80: without its edge the loop behind it could be entered in its midst."""
+    """ptxas writes this for sm_80; without an edge for the call, the loop behind it could be entered in the middle."""
     listing = machine_code.Listing(
         """
 kernel:

@@ -1,4 +1,4 @@
-"""`max_pool` and its gradient against the naive oracle.  A maximum is one of its arguments, so all of it is exact."""
+"""Tests of `max_pool` and its gradient against the naive reference, exact because a maximum is one of its inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def row(*values):
 
 
 def sprinkled(case: PoolCase, xs: list[np.ndarray], share: float) -> list[np.ndarray]:
-    """The arrays with a share of their elements NaN or infinite; those that are views of less stay as they are."""
+    """Return the arrays with a share of their elements set to NaN or infinity; broadcast views stay unchanged."""
     generator = np.random.default_rng((case.seed, 2))
     changed = []
     for x, layout in zip(xs, case.layouts):
@@ -72,7 +72,7 @@ def test_where_the_first_of_the_largest_lies(target, case, special):
 
 @given(case=pool_cases(), special=st.sampled_from((0, 0, 0.1, 0.6)))
 def test_the_gradient_goes_to_the_first_of_the_largest(target, case, special):
-    """Small integers: there is hardly a window without two that are equal."""
+    """The gradient goes to the first of equal maxima.  Inputs are small integers, so almost every window has a tie."""
     xs = sprinkled(case, reference.sequence(case.arrays()["x"]), special)
     arrays, grad = {"x": xs[0] if case.bare_x else xs}, case.gradient()
     y, pullback = cupyconv.vjp(cupyconv.max_pool, **case.views(arrays, target.to_device, target.xp), **case.parameters)
@@ -117,7 +117,7 @@ def test_by_hand(target, x, settings, expected):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the host device cannot flush subnormals here")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_subnormals_are_told_apart_where_arithmetic_flushes_them(target, monkeypatch, dtype):
-    """As CuPy compiles for GPUs; zeros of both signs, NaN and normal numbers are among them."""
+    """Maxima of subnormals are right even if arithmetic flushes them to zero, as in the GPU code that CuPy compiles."""
     if target.name == "host_device":
         monkeypatch.setattr(target.device, "flushes_subnormals", True)
     kind = as_dtype(dtype)
@@ -170,7 +170,7 @@ def test_indices_by_hand(target):
 
 
 def test_rows_before_columns(target):
-    """Equal maxima in a square: the taps are in C order, the last axis fastest."""
+    """Among equal maxima of a 2-D window, the first tap in C order (last axis fastest) receives the gradient."""
     x = np.array([[1.0, 2, 0], [2, 2, 2]])[None, None]
     _, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), (2, 3))
     assert target.to_host(pullback(target.to_device(np.ones((1, 1, 1, 1)))).x).tolist() == [[[[0, 1, 0], [0, 0, 0]]]]
@@ -181,7 +181,7 @@ def test_rows_before_columns(target):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_same_bits_every_time(target, dtype):
-    """Overlapping windows: sums of many gradients in one element."""
+    """Every call gives the same bits, also if windows overlap, so that one element is the sum of many gradients."""
     generator = np.random.default_rng(0)
     xs = [target.to_device(drawn(generator, (2, c, 7, 6), np.dtype(dtype))) for c in (3, 1)]
     settings = dict(kernel_shape=(4, 3), stride=1, padding=1)
@@ -194,7 +194,7 @@ def test_the_same_bits_every_time(target, dtype):
 
 
 def test_sums_of_sixteen_bit_gradients_are_kept_in_float32(target):
-    """2048 + 1 + 1 + ... in float16 stays 2048."""
+    """Gradients are accumulated in float32: in float16, 2048 + 1 + 1 + ... stays 2048."""
     x = np.zeros((1, 1, 9), np.float16)
     x[..., 4] = 1
     grad = np.ones((1, 1, 5), np.float16)

@@ -1,4 +1,4 @@
-"""Memory is bounded: nothing is concatenated, workspace stays under its limit, a failed allocation is retried."""
+"""Memory is bounded: inputs are not concatenated, workspace stays under its limit, a failed allocation is retried."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SHAPES = {
 
 @pytest.fixture
 def device(cuda_target):
-    """The host device with its counters reset."""
+    """Return the host device, after garbage that may hold its memory has been collected."""
     gc.collect()
     return cuda_target.device
 
 
 def used_beyond(device, call):
-    """Bytes a call takes at its peak beyond what is there before it."""
+    """Return a call's peak memory in bytes, in addition to the memory allocated before it, and the call's result."""
     before = device.peak_bytes = device.allocated_bytes
     result = call()
     return device.peak_bytes - before, result
@@ -73,7 +73,7 @@ def test_numpy_takes_what_explain_says(name, parts):
 
 
 def test_merging_allocates_no_concatenation(device):
-    """Inputs of 3 MB; what a call takes beyond its result is its columns, which a small limit keeps small."""
+    """A merge of 3 MB of inputs fits a 2 MiB workspace limit, so it does not concatenate them."""
     xs = [device.asarray(np.full((2, 8, 96, 96), i, np.float32)) for i in range(5)]
     w = device.asarray(np.ones((2, 40, 3, 3), np.float32))
     out = device.empty((2, 2, 94, 94), np.float32)
@@ -132,7 +132,7 @@ def _gradients(x, weight, **how):
     pullback(y)
 
 
-#: Calls whose planning meets methods and ways that do not apply, or for which there is no room.
+#: Calls for which planning meets methods and implementations that do not apply, or that exceed the workspace limit.
 PLANNED = {
     "gradients of many channels": (_gradients, (4, 376, 32, 32), (12, 376, 3, 3), {"padding": 1}),
     "strided gradients": (_gradients, (2, 16, 40, 40), (8, 16, 5, 5), {"stride": 2}),
@@ -147,7 +147,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_nothing_of_a_call_waits_for_the_collector(name, no_collector):
-    """What was refused while a call was planned is not kept: an error has its frames, and these have the arrays."""
+    """Planning keeps no error that it caught: an error references its frames, and these reference the call's arrays."""
     function, x_shape, weight_shape, how = PLANNED[name]
     x, weight = np.ones(x_shape, np.float32), np.ones(weight_shape, np.float32)
     how = dict(how)
@@ -179,20 +179,20 @@ def test_chunks_give_the_same_numbers(target):
         assert_exact(target.to_host(chunked), whole.astype(np.float64), "float32")
 
 
-# --- any call of NumPy's ---------------------------------------------------------------------------------------
+# --- any call on NumPy -----------------------------------------------------------------------------------------
 
-#: Arrays that have an axis of samples.
+#: Arguments that have a sample axis.
 OF_SAMPLES = ("x", "xs", "grad", "columns", "h", "c", "h0")
-#: Bytes that the largest of them is to have: much beside objects of Python.
+#: Target size of the largest of these arrays, in bytes: large compared with Python objects.
 LARGE = 1 << 20
-#: What no plan counts: frames, views, blocks, a thread that is started.
+#: Bytes that no plan counts: frames, views, blocks, a thread that is started.
 PYTHON_OBJECTS = 40_000
-#: And of a first call, what it looks at before it runs.
+#: The same for a first call, which also examines and plans the call.
 PLANNING = 60_000
 
 
 def of_many_samples(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """A call like this one, with so many samples that its arrays are large."""
+    """Return a similar call with so many samples that its arrays are large."""
     axis = 1 if name in ("rnn", "lstm", "gru") else 0
 
     def repeated(value: Any) -> Any:
@@ -207,7 +207,7 @@ def of_many_samples(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_samples(name: str, case: dict[str, Any]) -> bool:
-    """Whether images come with an axis for several."""
+    """Return whether the call's images have a sample axis."""
     if name not in SPATIAL:
         return True
     shape = case["kernel_shape"] if "kernel_shape" in case else case["weight"].shape[2:]
@@ -215,7 +215,7 @@ def has_samples(name: str, case: dict[str, Any]) -> bool:
     return image.ndim == (3 if name == "col2im" else len(shape) + 2)
 
 
-#: Operations whose images may come without an axis of samples.
+#: Operations that accept images without a sample axis.
 SPATIAL = {"conv", "conv_transpose", "conv_grad_input", "conv_grad_weight", "im2col", "col2im", "max_pool", "avg_pool"}
 
 
@@ -223,7 +223,7 @@ SPATIAL = {"conv", "conv_transpose", "conv_grad_input", "conv_grad_weight", "im2
 @share_of_examples(0.02)
 @given(st.randoms(use_true_random=False), st.sampled_from((None, 500_000, 200_000)), st.sampled_from((1, 2)))
 def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, limit, threads):
-    """Beside its result and what no plan counts; and in the first call, what it keeps for the next ones."""
+    """A call's peak memory is its result, the plan's workspace and Python objects; a first call adds what it caches."""
     function, case = getattr(cupyconv, name), FITTING[name](random)
     assume(has_samples(name, case))
     case = of_many_samples(name, case)
@@ -246,7 +246,7 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
 @share_of_examples(0.3)
 @given(st.randoms(use_true_random=False), st.sampled_from((0, 300, 3000)))
 def test_the_limit_that_a_refusal_names_is_enough(name, on, random, limit):
-    """For the whole call: methods know what they lack themselves."""
+    """The workspace limit that a refusal names is enough for the whole call, though methods know only their own use."""
     function, case = getattr(cupyconv, name), FITTING[name](random)
 
     def refusal_under(limit):
@@ -268,7 +268,7 @@ def test_the_limit_that_a_refusal_names_is_enough(name, on, random, limit):
 @pytest.mark.parametrize("method", ["gemm", "direct", "winograd"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_of_several_ways_a_refusal_names_the_one_that_needs_least(method, stride):
-    """Else what a method is said to need would be more than what is then said to be enough."""
+    """A refusal names the implementation that needs the least memory, or it would contradict its own advice."""
     x, weight = np.ones((8, 64, 56, 56), np.float32), np.ones((64, 64, 3, 3), np.float32)
     settings = {"method": method, "padding": 1, "stride": 1 if method == "winograd" else stride}
     with cupyconv.options(workspace_limit=10), pytest.raises(ValueError, match=r"block needs .* is enough$") as refused:
@@ -278,7 +278,7 @@ def test_of_several_ways_a_refusal_names_the_one_that_needs_least(method, stride
 
 
 def test_a_plan_says_where_it_passes_the_limit():
-    """A weight that is copied whole does; where all is within, or a form is kept beside the limit, there is nothing to say."""
+    """A note says that workspace exceeds the limit, as with a copied weight; a cached form alone causes no note."""
     x, weight = np.ones((2, 16, 20, 20)), np.ones((32, 16, 7, 7))[::-1]
 
     def planned(limit, on=None, function=cupyconv.conv, second=weight):
@@ -292,7 +292,7 @@ def test_a_plan_says_where_it_passes_the_limit():
         f"{needed:,} bytes of workspace are beyond the limit of 20,000: what the call cannot do without comes on top",
     )
     assert not planned(1 << 24).notes
-    half = planned(20_000, on="sm_90", second=weight.astype(np.float32))  # converted to the other's dtype
+    half = planned(20_000, on="sm_90", second=weight.astype(np.float32))  # converted to the dtype of `x`
     needed = half.workspace_bytes
     assert f"{needed:,} bytes of workspace are beyond the limit of 20,000" in " ".join(half.notes)
     layers = [cupyconv.ConvLayer(weight.astype(np.float32)).packed()]
@@ -325,7 +325,7 @@ def test_a_lone_product_has_room_for_what_its_border_is_gathered_with():
     assert plan.workspace_bytes <= 60_000
 
 
-#: Not in C order: it is copied, on top of a small limit.
+#: A weight that is not in C order.  Calls copy it, in addition to a small workspace limit.
 COPIED = np.ones((3, 3, 64, 96), np.float32).transpose(3, 2, 0, 1)
 
 
@@ -338,7 +338,7 @@ COPIED = np.ones((3, 3, 64, 96), np.float32).transpose(3, 2, 0, 1)
     ],
 )
 def test_a_refusal_names_the_limit_that_was_set(function, arguments):
-    """Not what a large weight's copy makes of it."""
+    """A refusal names the limit that the user set, not the limit with the copy of a large weight added."""
     x = np.ones((5, 1, 64) if function is cupyconv.lstm else (1, 64, 20, 20), np.float32)
     with cupyconv.options(workspace_limit=10, threads=1), pytest.raises(ValueError) as refused:
         function(x, **arguments)

@@ -1,6 +1,6 @@
-"""The tool that changes modules: which changes it makes, which of them are asked for, and how one takes its place.
+"""The mutation tool: which changes it makes, how they are selected, and how it installs one.
 
-Not what becomes of them.
+The results of mutants are not tested here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import mutation
 import pytest
 
-#: Where the tool is.
+#: Folder of the tool.
 HERE = Path(__file__).parent
 
 SOURCE = '''
@@ -46,13 +46,13 @@ class Triple(Pair):
 '''
 
 
-#: The line of it that needs to know its class.
+#: The line of `SOURCE` that needs its class.
 SUPER = "return super().double() + self.size"
 
 
 @pytest.fixture
 def mutants(tmp_path, monkeypatch) -> list[mutation.Mutant]:
-    """All of a module of its own."""
+    """Return all mutants of a module that consists of `SOURCE`."""
     (tmp_path / "module.py").write_text(SOURCE)
     monkeypatch.setattr(mutation, "ROOT", tmp_path)
     mutation.parsed.cache_clear()
@@ -60,7 +60,7 @@ def mutants(tmp_path, monkeypatch) -> list[mutation.Mutant]:
 
 
 def changed(mutant: mutation.Mutant) -> tuple[str, str]:
-    """The line without the change and with it."""
+    """Return the changed line, before and after the change."""
     before, after = (
         ast.unparse(statement).splitlines() for statement in mutant.change.both(mutation.parsed(mutant.path))
     )
@@ -101,7 +101,7 @@ def test_kinds_are_those_asked_for_and_no_others(mutants):
 
 
 def test_a_method_without_its_super_takes_the_place_of_the_one_with_it(mutants, monkeypatch):
-    """It was not put there, for it asks for no class to begin from, and this error was taken for a test that failed."""
+    """A mutant that drops `super()` is installed; once this failed, and the error was counted as a failing test."""
     module = ModuleType("module")
     module.__file__ = str(mutation.ROOT / "module.py")
     monkeypatch.setitem(sys.modules, "module", module)
@@ -126,7 +126,7 @@ def test_a_sample_is_of_the_kinds_asked_for(mutants):
 
 
 def test_lines_are_those_of_the_tests_as_they_are(tmp_path, monkeypatch):
-    """Of a test that was named twice, with its old seconds and its new ones, the second run had no arguments."""
+    """Times of older texts do not count: a test that was listed twice once ran a second time without arguments."""
     monkeypatch.setattr(mutation, "ROOT", tmp_path)
     monkeypatch.setattr(mutation, "KEPT", tmp_path)
     tests = tmp_path / "test_it.py"
@@ -140,7 +140,7 @@ def test_lines_are_those_of_the_tests_as_they_are(tmp_path, monkeypatch):
 
 
 def test_modules_that_are_imported_when_first_asked_for_are_looked_at_too():
-    """Mutants of one were run by no test: its functions were looked for before a test imported it."""
+    """Functions of lazily imported modules are found; once they were not, and no test ran such a module's mutants."""
     script = """
 import os, mutation
 names = {os.path.basename(file) for file in mutation.functions_of_package()}

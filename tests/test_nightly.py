@@ -1,4 +1,4 @@
-"""What is done every night: its table of what ran has every run, and one failure does not end the rest."""
+"""The nightly run: its table lists every run, and one failure does not end the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broken(): raise OSError
 def test_has_an_error(broken): pass
 """
 
-# A "Python" whose environments are copies of it, and whose tests pass unless its name says otherwise.
+# A fake "Python": its environments are copies of it, and its tests pass unless its path contains "failing".
 PRETENDED_PYTHON = """#!/bin/sh
 case "$*" in
     *venv,*) ;;
@@ -35,7 +35,7 @@ case "$*" in
 esac
 """
 
-# A part that ran pytest twice and failed.
+# A part of the nightly run that runs pytest twice and fails.
 PRETENDED_PYTHONS = """#!/bin/sh
 echo 3.11.7 2.1.2 4000 0 30 >>"$CUPYCONV_RUNS"
 echo 3.14.0t 2.5.0 3999 1 30 >>"$CUPYCONV_RUNS"

@@ -1,4 +1,4 @@
-"""The table of methods on NumPy: a new one is a file and an entry, and everything else follows from these."""
+"""The table of methods on NumPy: a new method needs a file and an entry, and everything else follows from these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cupyconv.problem import problems
 
 
 class Reversed(Columns):
-    """Columns of a block, multiplied in another order."""
+    """Multiply the columns of a block in reverse order."""
 
     name = "reversed columns"
     words = "columns from the last to the first"
@@ -48,7 +48,7 @@ class Reversed(Columns):
 
 @pytest.fixture
 def with_one_more(monkeypatch):
-    """The tables with one more entry, which takes next to nothing by its own account, at stride 1."""
+    """Add a method to the tables; its estimated time is almost zero at stride 1."""
     one = Method((Reversed,), at_least=lambda problem: 1.0 * (problem.geometry.stride != (1, 1, 1)))
     for table in ("METHODS", "GROUPED"):
         monkeypatch.setattr(convolution, table, {"reversed": one, **getattr(convolution, table)})
@@ -98,7 +98,10 @@ def test_a_method_without_room_gives_way(with_one_more):
 
 @pytest.mark.parametrize("name", ["gemm", "direct"])
 def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
-    """So that a named method is refused for want of room only, and one that is told apart by kind has no hole."""
+    """The last implementation of a method applies to every problem that the others leave.
+
+    So a named method is refused only for lack of workspace, and implementations for different kinds leave no gap.
+    """
     from cupyconv.numpy import depthwise, direct, gemm
     from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 
@@ -121,7 +124,7 @@ def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
 @pytest.mark.parametrize("on", [None, "sm_90"])
 @pytest.mark.parametrize("operation", ["conv", "conv_transpose", "conv_grad_input", "conv_grad_weight"])
 def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch, operation, on):
-    """A new method may begin on one backend: its name is known everywhere, and "auto" goes on without it."""
+    """A method may exist on one backend only: its name is known everywhere, and "auto" works without it."""
     names = (*problems.METHODS, "wavelet")
     monkeypatch.setattr(problems.check_method, "__defaults__", (names,))
     monkeypatch.setattr(choice, "PUBLIC_METHODS", names)
@@ -143,7 +146,7 @@ def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch
 @pytest.mark.parametrize("taps, method", [(1, "gemm"), (3, "gemm"), (3, "direct")])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_weights_whose_elements_are_apart_are_copied_before_products(monkeypatch, taps, method, dtype):
-    """NumPy 2.1 gives BLAS none of them: such a product took 40 times as long."""
+    """Weights without unit stride are copied: NumPy 2.1 does not give them to BLAS, which took 40 times as long."""
     taken = []
     arranged = convolution.ConvRun._arranged
 

@@ -1,4 +1,4 @@
-"""ONNX's recurrent operators through `from_onnx_weights`: against its own reference where that is installed."""
+"""ONNX's recurrent operators through `from_onnx_weights`, and against ONNX's own reference if it is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def onnx_arrays(op: str, directions: int) -> dict[str, np.ndarray]:
 
 
 def naive_onnx(op: str, a: dict[str, np.ndarray], linear_before_reset: bool) -> np.ndarray:
-    """The equations of the operators' text, one direction, with its names: Y without the axis of directions."""
+    """Return Y of one direction, without the direction axis, from the equations and names of the ONNX specification."""
     wide = {name: array.astype(np.float64) for name, array in a.items()}
     w, r, b = np.split(wide["W"][0], GATES[op]), np.split(wide["R"][0], GATES[op]), wide["B"][0]
     wb, rb = (np.split(half, GATES[op]) for half in np.split(b, 2))

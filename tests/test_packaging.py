@@ -1,7 +1,6 @@
-"""Wheel and sdist hold what they should, and an installed, built or editable copy finds its kernels.
+"""Wheel and sdist hold the right files, and an installed, built or editable copy finds its kernels.
 
-The other tests run the checkout.  What they show holds for the wheel because its files are, byte for byte,
-the checkout's.
+The other tests run the checkout.  Their results hold for the wheel, because it has the checkout's files byte for byte.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from cupyconv.cuda.run.kernel_sources import source_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: What an installed copy is asked: where it is, where its kernels are, and a convolution.
+#: A script for an installed copy: it computes a convolution, and prints where the copy and its kernels are.
 QUESTIONS = """
 import numpy as np, cupyconv, pathlib
 from cupyconv.cuda.run.kernel_sources import kernel_directory, source_hash
@@ -48,15 +47,15 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 def environment(*path: Path) -> dict[str, str]:
-    """Without the checkout on the path, unless it is named."""
+    """Return the environment without the checkout on the path, unless `path` names it."""
     cleaned = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return cleaned | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def sources(*folders: str) -> dict[str, bytes]:
-    """Every source file of the checkout under these folders, by its path.
+    """Return every source file of the checkout under these folders, by path.
 
-    Folders with a leading dot hold what is built: another test may be compiling the host device in one.
+    Folders with a leading dot hold build results and are skipped: another test may be compiling the host device in one.
     """
     paths = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
     return {
@@ -72,7 +71,7 @@ def sources(*folders: str) -> dict[str, bytes]:
 
 
 def ask(folder: Path, *path: Path) -> tuple[Path, Path, str]:
-    """Where a copy of the package and its kernels are, and their hash, asked from elsewhere."""
+    """Return the paths of a copy of the package and its kernels, and their hash, from a process in another folder."""
     command = [sys.executable, "-c", QUESTIONS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment(*path))
     assert done.returncode == 0, done.stderr
@@ -138,7 +137,7 @@ def test_unpacked_sdist_finds_its_kernels(distributions, tmp_path):
 
 
 def test_editable_install_finds_the_checkouts_kernels(distributions, tmp_path):
-    """An editable wheel holds a path file; it is put where only one started interpreter reads it."""
+    """An editable install finds the checkout's kernels; its path file is put where only one interpreter reads it."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     command = [*pip, "--target", str(site), "--editable", str(ROOT)]

@@ -1,4 +1,4 @@
-"""`ConvLayer.packed`: what calls make of a weight is made once, is right in every call after, and is where `explain` says."""
+"""`ConvLayer.packed`: a weight is packed once, every later call reuses it correctly, and `explain` lists it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def target(request):
 
 @pytest.fixture
 def by_implicit_gemm(monkeypatch):
-    """The method that packs, whatever the model prefers."""
+    """Allow only `implicit_gemm`, the method that packs weights, whatever the cost model prefers."""
     monkeypatch.setattr(cuda_planning, "METHODS", ("implicit_gemm",))
 
 
 @pytest.fixture
 def cuda(by_implicit_gemm, cuda_target):
-    """The host device, where layers run by that method; its log is empty."""
+    """Return the host device, on which layers run by `implicit_gemm`, with an empty log."""
     cuda_target.device.log.clear()
     return cuda_target
 
@@ -47,7 +47,7 @@ def layer_on(target, *shape, seed=1, **settings):
 
 
 def packs(target):
-    """Launches that packed a weight since the log was cleared."""
+    """Return how many launches packed a weight since the log was last cleared, and clear it."""
     names = [getattr(record, "kernel", None) and record.kernel.name for record in target.device.log]
     target.device.log.clear()
     return names.count("pack_weight")
@@ -75,7 +75,7 @@ def test_a_weight_is_packed_by_the_first_call(cuda):
         cupyconv.conv_chain(x, [packed])
         counts.append((packs(cuda), cuda.device.waits))
     assert counts == [(1, 1), (0, 1), (0, 1)]
-    cupyconv.conv_chain(cuda.to_device(integers(7, 6, 11, 8)), [packed])  # other images, the same form
+    cupyconv.conv_chain(cuda.to_device(integers(7, 6, 11, 8)), [packed])  # other images, the same packed form
     assert packs(cuda) == 0
     for _ in range(2):
         cupyconv.conv_chain(x, [layer_on(cuda, 5, 6, 3, 3)])
@@ -83,7 +83,7 @@ def test_a_weight_is_packed_by_the_first_call(cuda):
 
 
 def test_a_call_that_is_repeated_packs_its_weight_once(cuda):
-    """As the layers of a model are; another call of the same weight has its own."""
+    """A repeated call packs its weight once, as for a model's layers; another repeated call packs its own."""
     x, weight, count = integers(2, 6, 9, 8), cuda.to_device(integers(5, 6, 3, 3)), []
     expected = reference.conv(x, cuda.to_host(weight), padding=1)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_samples_in_chunks_share_what_is_kept(cuda):
 
 
 def test_the_first_layers_weight_may_change(target, by_implicit_gemm):
-    """The packed one has a copy: what is done in place to the weight, or to the layer, is seen by neither."""
+    """A packed layer holds a copy of the weight: in-place changes of the original weight do not change it."""
     x, layer = integers(2, 6, 9, 8), layer_on(target, 5, 6, 3, 3)
     before = target.to_host(layer.weight).copy()
     packed = layer.packed()
@@ -181,7 +181,7 @@ def test_on_numpy_it_goes_with_the_layer_too(shape):
 
 
 def test_layers_laid_out_alike_keep_each_its_own(target, by_implicit_gemm):
-    """They have one executable, which must not take one layer's weight for the other's."""
+    """Packed layers of equal shape keep their own weights, although they share one executable."""
     x = integers(1, 64, 28, 28)
     for seed in (1, 2, 1):
         packed = layer_on(target, 16, 64, 3, 3, seed=seed, padding=1).packed()
@@ -222,7 +222,7 @@ def test_what_is_kept_is_beside_the_limit(cuda):
 
 
 def test_a_graph_reads_what_was_kept_before_it(cuda):
-    """While a graph is captured nobody may wait: a form that is not there yet is made by the graph, at every launch."""
+    """During capture nothing may wait: the graph itself packs a form that is missing, at every launch."""
     x, packed = cuda.to_device(integers(2, 6, 9, 8)), layer_on(cuda, 5, 6, 3, 3).packed()
     expected = reference.conv(cuda.to_host(x), cuda.to_host(packed.weight))
     for warm, count in ((False, 1), (False, 1), (True, 0)):
@@ -258,7 +258,7 @@ def test_threads_that_call_at_once_pack_once(cuda):
 
 
 def test_a_weight_that_is_converted_is_packed_in_each_call(cuda):
-    """The converted one is another array in each call."""
+    """A weight that calls convert is packed in each call, because each call converts it to a new array."""
     x = integers(2, 6, 9, 8).astype(np.float64)
     packed = layer_on(cuda, 5, 6, 3, 3).packed()
     for _ in range(2):

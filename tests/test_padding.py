@@ -1,4 +1,4 @@
-"""Padding in words and numbers, and the index map that stands in for a padded copy."""
+"""Padding as names and as numbers, and the index map that replaces a padded copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolved(name: str, size: int, kernel: int, stride: int, dilation: int) -> t
 
 
 def outputs(padded: int, kernel: int, stride: int, dilation: int) -> int:
-    """How many places the kernel has, counted."""
+    """Count the positions of the kernel."""
     last_tap = dilation * (kernel - 1)
     return sum(first + last_tap < padded for first in range(0, padded, stride))
 
@@ -66,7 +66,7 @@ def test_valid_is_none(size, kernel, stride, dilation):
 
 
 def test_causal_through_conv(target):
-    """Changing an element changes no result before it."""
+    """With causal padding, a changed element changes no result before it."""
     x = np.zeros((1, 1, 12), np.float32)
     later = x.copy()
     later[..., 5] = 1
@@ -140,7 +140,7 @@ amounts = st.integers(0, 30)
 @pytest.mark.parametrize("mode", MODES)
 @given(size=st.integers(1, 8), before=amounts, after=amounts)
 def test_index_map_is_numpys_pad(mode, size, before, after):
-    """Beyond the size too, where reflections are reflected again."""
+    """The index map equals `np.pad`, also for padding beyond the size, where reflections are reflected again."""
     expected = np.pad(np.arange(size), (before, after), mode=mode)
     np.testing.assert_array_equal(padded_index(np.arange(-before, size + after), size, mode), expected)
 
@@ -151,11 +151,11 @@ def test_index_map_is_numpys_pad(mode, size, before, after):
     block=st.tuples(st.integers(0, 20), st.integers(1, 20)),
 )  # fmt: skip
 def test_segments_read_what_a_padded_copy_would_hold(mode, size, before, after, stride, tap, block):
-    """A block of outputs, cut anywhere, in runs of zeros, of a slice, of an index array."""
+    """Segments of any block of outputs (zeros, a slice or an index array) read the elements of a padded copy."""
     padded = np.pad(np.arange(1, size + 1), (before, after), mode=mode)
     outputs = range(block[0], block[0] + block[1])
     if (outputs.stop - 1) * stride + tap >= len(padded):
-        return  # a tap beyond the padding: geometry allows none
+        return  # a tap beyond the padding, which no geometry has
     actual = np.full(len(outputs), -1)
     for at, elements in axis_segments(outputs, size, stride, tap - before, mode):
         assert (actual[at] == -1).all(), "no output is read twice"

@@ -1,6 +1,6 @@
-"""The phases of a transposed convolution in one grid of implicit_gemm.cu: every variant, whatever a phase reads.
+"""The phases of a transposed convolution in one grid of implicit_gemm.cu: every variant, for every kind of phase.
 
-Which variant runs is the cost model's choice; here each is forced in turn, as in `test_implicit_gemm.py`.
+Normally the cost model chooses the variant; these tests force each in turn, as `test_implicit_gemm.py` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.plan import MAX_PHASES, KernelLaunch
 from tests.test_implicit_gemm import ALONG_CHANNELS, ALONG_PIXELS, PIXEL_CHUNKS, VARIANTS, tile_of
 
-#: x (a list: its channels are merged), the weight's shape, settings.
+#: Shape of `x` (a list: inputs whose channels are merged), shape of the weight, settings.
 CASES = {
     "two taps, both pixels of one": ((2, 8, 4, 8), (8, 5, 2, 2), dict(stride=2)),
     "three taps": ((2, 6, 5, 7), (6, 4, 3, 3), dict(stride=2, padding=1)),
@@ -42,7 +42,7 @@ CASES = {
     "no sample": ((0, 6, 5, 5), (6, 4, 3, 3), dict(stride=2, padding=1)),
 }  # fmt: skip
 
-#: What a phase may read 16 bytes of channels of, and what 16 bytes of pixels.
+#: Cases in which a phase may read 16 bytes of channels, and cases in which it may read 16 bytes of pixels.
 OCTETS = {name: case for name, case in CASES.items() if not isinstance(case[0], list) and case[0][1] % 8 == 0}
 WHERE_THEY_LIE = {name: CASES[name] for name in ("two taps, both pixels of one", "one tap, which three phases miss")}
 
@@ -60,7 +60,7 @@ def arrays_of(case, dtype):
 
 
 def on_target(target, values, channels_last=False):
-    """Arrays, or a list of them, where the target computes."""
+    """Copy an array, or a list of arrays, to the target."""
     if isinstance(values, list):
         return [on_target(target, value, channels_last) for value in values]
     if not channels_last:
@@ -74,11 +74,11 @@ def products(plan):
 
 
 def run_forced(target, variant, *arguments, **settings):
-    """The result by one variant, and its plan."""
+    """Return the result of one variant, and its plan."""
     arithmetic, gather, ways = variant["ARITHMETIC"], variant["GATHER"], implicit_gemm._ways
 
     def chosen_ways(*how):
-        if gather == "ALONG_PIXELS":  # which reads whatever lies anyhow
+        if gather == "ALONG_PIXELS":  # it reads any layout
             return [replace(way, gather=gather) for way in ways(*how) if not way.steps]
         return [way for way in ways(*how) if way.gather == gather]
 
@@ -95,8 +95,8 @@ def run_forced(target, variant, *arguments, **settings):
 
 
 def check_case(target, case, variant):
-    """Integers exactly, with what follows a sum; and in how many grids."""
-    is_complex = variant["DTYPE"].startswith("complex")  # for which there is no activation
+    """Check results exactly, with bias and activation, on integers, and check the number of grids."""
+    is_complex = variant["DTYPE"].startswith("complex")  # complex dtypes have no activation
     settings = dict(case[2], activation=None if is_complex else ("leaky_relu", 0.5))
     x, weight, bias = arrays_of(case, variant["DTYPE"])
     given = on_target(target, x, variant["GATHER"] == "ALONG_CHANNELS"), *on_target(target, [weight, bias])
@@ -126,7 +126,7 @@ def test_pixels_in_chunks(cuda, case, variant):
 
 @pytest.mark.parametrize("gather", ["ALONG_PIXELS", "PIXEL_CHUNKS", "ALONG_CHANNELS"])
 def test_each_gather_is_reached(gather):
-    """Two taps a stride apart read every pixel where it lies, channels-last images 16 bytes at a time."""
+    """With kernel and stride 2, a phase reads pixels in place; it reads channels-last images 16 bytes at a time."""
     case = CASES["three taps" if gather == "ALONG_PIXELS" else "two taps, both pixels of one"]
     x, weight, _ = arrays_of(case, "float16")
     if gather == "ALONG_CHANNELS":
@@ -146,11 +146,11 @@ def test_an_input_gradient_at_stride_2_is_one_grid(rank, phases):
     (launch,) = products(plan)
     assert dict(launch.params)["phases"] == phases
     assert [step.kernel.name for step in plan.steps][-2:] == ["pack_weight", "implicit_gemm"]
-    assert launch.flops == 2 * 2 * 8 * 16 * 13**rank  # along an axis 5 elements by one tap, 4 by two
+    assert launch.flops == 2 * 2 * 8 * 16 * 13**rank  # per axis: 5 elements with one tap, 4 with two
 
 
 def test_several_results_have_a_grid_each(cuda):
-    """The gradients of a merged input: each with the channels that are its own."""
+    """The gradients of merged inputs have one grid per input, each with that input's channels."""
     shapes = [(2, 3, 7, 8), (2, 6, 7, 8)]
     grad, weight = integers((2, 5, 4, 4), "float32", 0), integers((5, 9, 3, 3), "float32", 1)
     window = dict(stride=2, padding=1)
@@ -167,7 +167,7 @@ def test_several_results_have_a_grid_each(cuda):
 
 @pytest.mark.parametrize("layout", ["c_order", "channels_last", "every other element"])
 def test_where_results_lie(cuda, layout):
-    """A phase stores into elements that others lie between, of whatever is there."""
+    """A phase stores its elements correctly in any layout, and leaves the memory between them unchanged."""
     case = CASES["three taps"]
     x, weight, bias = arrays_of(case, "float32")
     settings = case[2]
@@ -189,7 +189,7 @@ def test_where_results_lie(cuda, layout):
         assert (written[..., 1::2] == 99).all()
 
 
-#: Outputs and channels of a group, the kernel, the stride; how many groups and results.
+#: Outputs and channels per group, the kernel, the stride, the number of groups, the number of results.
 CONJUGATED = {
     "one convolution": (6, 5, (3, 3), 1, 1, 1),
     "phases": (6, 5, (3, 2), 2, 1, 1),
@@ -203,7 +203,7 @@ CONJUGATED = {
 @pytest.mark.parametrize("name", CONJUGATED)
 @pytest.mark.parametrize("order", ["outputs last", "channels last"])
 def test_a_complex_weight_is_conjugated_once(cuda, name, order):
-    """As it is packed, or as it is copied for groups; no bit of it moves for that alone."""
+    """A complex weight is conjugated while it is packed, or copied for groups; no extra pass conjugates it."""
     outputs, channels, kernel, stride, groups, results = CONJUGATED[name]
     shape = (2, channels * groups, 9, 8)
     size = [(n - k) // stride + 1 for n, k in zip(shape[2:], kernel)]

@@ -1,4 +1,4 @@
-"""`Plan` as data and as a page; `explain` says what then runs."""
+"""`Plan` as data and as a page; `explain` lists the steps that then run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.host_device import GemmRecord, LaunchRecord
 
 
 def expected_record(step: KernelLaunch | GemmCall) -> LaunchRecord | GemmRecord:
-    """A step as the device should log it.  cuBLAS has its operands, and so m and n, exchanged."""
+    """Return the record that the device logs for a step.  cuBLAS gets its operands, and so m and n, exchanged."""
     if isinstance(step, KernelLaunch):
         return LaunchRecord(step.kernel, step.grid, step.block, step.shared_bytes)
     types = _DATA_TYPE[step.dtype], _DATA_TYPE[step.c_dtype], _COMPUTE_TYPE[step.compute]
@@ -76,7 +76,7 @@ def test_explained_is_what_runs_and_explaining_runs_nothing(cuda_target, case, m
 
 
 def test_explaining_a_merge_over_many_axes_runs_nothing(cuda_target):
-    """These strides allow no view of three axes: the call copies, explaining it does not."""
+    """Strides that allow no view of three axes make the call copy its input; explaining the call copies nothing."""
     device = cuda_target.device
     x = cuda_target.to_device(np.ones((2, 3, 5, 4, 3, 2), np.float32)).transpose(0, 1, 5, 4, 3, 2)
     weight = cuda_target.to_device(np.ones((4, 3), np.float32))
@@ -101,7 +101,7 @@ def test_explained_columns_are_what_runs(cuda_target, function):
 
 @given(case=conv_cases(dtypes=("float32", "complex64"), mixed_dtypes=False))
 def test_a_plan_for_a_gpu_needs_none(case):
-    """From NumPy arrays, and with steps that a CUDA device has."""
+    """A plan for a GPU is made from NumPy arrays, without a GPU, and consists of CUDA steps."""
     views = case.views(case.arrays())
     plan = cupyconv.explain(cupyconv.conv, **views, **case.parameters, on="sm_90")
     assert plan.backend == "cuda" and "H200" in plan.device
@@ -157,7 +157,7 @@ def test_the_methods_not_taken_are_named_with_a_reason(plan):
 
 
 def test_workspace_is_counted_whole():
-    """In allocations, each on its boundary, and with converted arguments."""
+    """The workspace counts whole allocations, each rounded up to its alignment, and converted arguments."""
     x, weight = np.ones((2, 8, 30, 30), np.float32), np.ones((16, 8, 3, 3))
     plan = cupyconv.explain(cupyconv.conv, x, weight, method="gemm", on="sm_90")
     buffers = sum(-(-buffer.nbytes // 256) * 256 for buffer in plan.workspace)
@@ -207,7 +207,7 @@ def test_the_page_on_numpy():
 
 @pytest.mark.parametrize("on", [None, "sm_90"])
 def test_one_thing_is_no_several(on):
-    """Of a chain of one layer, of one sample, of one step."""
+    """A page writes a count of one in the singular: one layer, one sample, one step."""
     one = np.ones((1, 1, 2))
     for called in (
         (cupyconv.conv_chain, one, [cupyconv.ConvLayer(one)]),
@@ -228,7 +228,7 @@ def f32(*shape):
 
 
 def test_what_limits_the_speed_of_the_host():
-    """A merge reads more than it computes; a layer of many channels computes with every element for long."""
+    """A merge is bound by memory, because it computes little per element; a layer of many channels by arithmetic."""
     assert cupyconv.explain(cupyconv.linmerge, [f32(2, 4, 1000)] * 5, f32(4, 20)).bound == "memory"
     assert cupyconv.explain(cupyconv.conv, f32(2, 64, 28, 28), f32(64, 64, 3, 3)).bound == "arithmetic"
     assert cupyconv.explain(cupyconv.conv, f32(2, 1, 28, 28), f32(1, 1, 3, 3)).bound == "memory"
@@ -264,7 +264,7 @@ def test_a_page_begins_with_what_is_computed_and_its_result(call, title, result,
 
 
 def test_what_comes_in_later_rounds():
-    """Offsets go on from wherever the first round begins; two rounds unlike in more than places have no next one."""
+    """Offsets of later rounds continue the first two; rounds that differ in more than offsets have no next one."""
     x, y = (Address("x", offset) for offset in (100, 130))
     assert going_on(x, y, 3) == Address("x", 190) and going_on(5, 7, 2) == 9
     assert going_on((x, None, 2), (y, None, 3), 2) == (Address("x", 160), None, 4)
@@ -286,13 +286,13 @@ def test_chunks_are_printed_once():
 @pytest.mark.parametrize(
     "x, weight, groups",
     [
-        ([Ones((8, 1, 16, 16))] * 100, Ones((64, 100, 1, 1)), 1),  # a product an input
-        ([Ones((8, 1, 16, 16))] * 200, Ones((400, 2, 3, 3)), 100),  # a product a group
+        ([Ones((8, 1, 16, 16))] * 100, Ones((64, 100, 1, 1)), 1),  # one product per input
+        ([Ones((8, 1, 16, 16))] * 200, Ones((400, 2, 3, 3)), 100),  # one product per group
     ],
     ids=["inputs", "groups"],
 )
 def test_many_products_are_printed_once(x, weight, groups):
-    """Between the columns before them and the epilogue after them."""
+    """A page prints many equal products once, between the columns before them and the epilogue after them."""
     arguments = [placed(value, numpy_target()) for value in (x, weight)]
     plan = cupyconv.explain(cupyconv.conv, *arguments, groups=groups, activation="relu", method="gemm", on="sm_90")
     page = str(plan)
@@ -301,7 +301,7 @@ def test_many_products_are_printed_once(x, weight, groups):
 
 
 def test_chunks_of_which_the_last_takes_fewer_steps_are_printed_once():
-    """Seven samples a chunk, and one in the last: the layers take that in fewer chunks of their own."""
+    """Chunks of seven samples print once, although the last has one, which the layers split into fewer chunks."""
     x = placed(Ones((50, 8, 100, 7), "complex64"), numpy_target())
     weights = [placed(Ones(shape, "complex64"), numpy_target()) for shape in ((300, 8, 3, 3), (48, 300, 3, 1))]
     layers = [cupyconv.ConvLayer(weight, padding=1) for weight in weights]
@@ -317,7 +317,7 @@ def test_chunks_of_which_the_last_takes_fewer_steps_are_printed_once():
     [([0, 1, 0, 1, 0, 1], (2, 3)), ([0, 1, 0, 2], (1, 1)), ([0, 0, 0, 1], (1, 3)), ([0, 1, 2], (1, 1)), ([0], (1, 1))],
 )
 def test_rounds_are_equal_to_their_end(kinds, rounds):
-    """A page that took the first run for the whole round would leave out steps."""
+    """Rounds are equal to their end: a page that took the first run for the whole round would omit steps."""
     assert _rounds(kinds, 0) == rounds and _rounds([7, *kinds], 1) == rounds
 
 
@@ -352,7 +352,7 @@ def test_lost_alignment_is_named():
 
 
 def off_its_elements(*shape):
-    """An array whose elements lie across the boundaries of their own size."""
+    """Return an array whose elements are not aligned to their own size."""
     x = np.frombuffer(bytearray(4 * int(np.prod(shape)) + 1), np.float32, offset=1).reshape(shape)
     assert not x.flags.aligned
     return x
@@ -397,14 +397,14 @@ def test_no_gpu_loads_what_a_gradient_goes_back_through_off_its_boundary(name):
 
 
 def test_rows_that_begin_off_a_boundary_are_named():
-    """63 float32 a row: 16-byte loads are lost in every row but the first."""
+    """A note names inputs with rows that start off a boundary: rows of 63 float32 prevent 16-byte loads."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 63), np.float32), np.ones((3, 2), np.float32), on="sm_90")
     assert dict(plan.steps[0].kernel.macros)["VECTOR"] == "1"
     assert any(note.startswith("xs: ") for note in plan.notes)
 
 
 def test_work_of_a_gemm_call():
-    """A shared matrix is read once; complex products are eight operations; beta reads C too."""
+    """A GEMM call reads a shared matrix once, counts a complex product as 8 operations, and reads C if beta is set."""
     a, b, c = Matrix(Address("weight"), 3, 0), Matrix(Address("x"), 5, 15), Matrix(Address("out"), 5, 10)
     call = GemmCall(2, 5, 3, a, b, c, batch=7, dtype="complex64", c_dtype="complex64", compute="float32", beta=1)
     assert call.flops == 8 * 7 * 2 * 5 * 3
@@ -458,7 +458,7 @@ def test_the_page_names_everything():
 def test_the_page_says_why():
     made = plan_of_conv([array(4, 4, 1_000_000)] * 5, array(4, 20, 1))
     assert dict(made.rejected).keys() == {"gemm", "implicit_gemm", "winograd", "fft"}
-    elsewhere = "winograd", "fft"  # methods of NumPy
+    elsewhere = "winograd", "fft"  # methods of NumPy only
     assert all("by an unmeasured model" in reason for method, reason in made.rejected if method not in elsewhere)
     assert "fused merge" in str(made) and "not gemm: " in str(made) and "not implicit_gemm: " in str(made)
 

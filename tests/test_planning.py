@@ -1,7 +1,7 @@
-"""Plans as data: what would be launched, checked without an array, a compiler or a GPU.
+"""Plans as data: the launches that they would run, checked without memory, a compiler or a GPU.
 
-The arrays here have the shapes, strides and dtypes of real ones and no memory behind them; `explain` looks
-at nothing else.  Everything holds for every GPU; the choice between methods is tested on one.
+The arrays have the shapes, strides and dtypes of real ones, but no memory behind them; `explain` reads nothing else.
+All rules hold for every GPU; the choice between methods is tested on one.
 """
 
 from __future__ import annotations
@@ -97,15 +97,15 @@ class Case:
 
 
 def rows(dtype: np.dtype, *, full: bool) -> list[tuple[Any, ...]]:
-    """Problem, layout, epilogue and limit: every pair of them, or all."""
+    """Combine problems, layouts, epilogues and limits: every pair of them, or all combinations."""
     of_dtype = [epilogue for epilogue in EPILOGUES if dtype.kind != "c" or "activation" not in epilogue]
-    # With a prologue strides and limits ask for no other kernels.
+    # With a prologue, strides and limits need no other kernels.
     with_prologue = product(PROBLEMS, ({}, {"offset": 1}), (("prologue",),), (None,))
     return [*combined(PROBLEMS, LAYOUTS, of_dtype, (None, 40_000), full=full), *with_prologue]
 
 
 def every_plan(x_dtype: Any, weight_dtype: Any, *, full: bool) -> Iterator[Case]:
-    """Plans of problems, layouts, epilogues and limits, by every method."""
+    """Yield plans for problems, layouts, epilogues and limits, by every method."""
     dtype = np.result_type(x_dtype, weight_dtype)
     for problem, layout, epilogue, limit in rows(dtype, full=full):
         batch, channels, size, outputs, kernel, parameters = problem
@@ -132,7 +132,7 @@ def every_plan(x_dtype: Any, weight_dtype: Any, *, full: bool) -> Iterator[Case]
 
 @functools.cache
 def kernels_asked_for(x_dtype: Any, weight_dtype: Any, *, full: bool) -> frozenset[Kernel]:
-    """The kernels of every plan, each of which is checked."""
+    """Return the kernels of all plans, after checking each plan."""
     asked: set[Kernel] = set()
     for case in every_plan(x_dtype, weight_dtype, full=full):
         try:
@@ -144,7 +144,7 @@ def kernels_asked_for(x_dtype: Any, weight_dtype: Any, *, full: bool) -> frozens
 
 
 def kernels_of_columns(dtype: Any, step: int) -> set[Kernel]:
-    """Those of im2col, into columns of pixels `step` apart, and of col2im."""
+    """Return the kernels of im2col, into columns with pixels `step` apart, and of col2im."""
     images, out = np.empty((2, 3, 8, 8), dtype), np.empty((2, 27, 36 * step), dtype)[..., ::step]
     plans = (
         cupyconv.explain(cupyconv.im2col, images, 3, out=out, on=GPU),
@@ -154,7 +154,7 @@ def kernels_of_columns(dtype: Any, step: int) -> set[Kernel]:
 
 
 def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
-    """Those of a chain whose second layer computes in a wider dtype, for images of even and odd sizes."""
+    """Return the kernels of a chain whose second layer computes in a wider dtype, for even and odd image sizes."""
     asked: set[Kernel] = set()
     for size in (8, 7):
         first = cupyconv.ConvLayer(array(3, 3, 1, 1, dtype=narrow))
@@ -167,11 +167,11 @@ def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
 
 
 def kernels_of_pairs(dtype: Any) -> set[Kernel]:
-    """Those of two layers in one kernel, each of both kinds."""
+    """Return the kernels of two layers fused into one, each layer dense or depthwise."""
     asked: set[Kernel] = set()
     for groups, on, tf32 in product(product((1, 6), repeat=2), ("sm_75", GPU), (False, True)):
         if dtype == BFLOAT16 and on == "sm_75":
-            continue  # it has no matrix instructions for that
+            continue  # no matrix instructions for bfloat16
         layers = [cupyconv.ConvLayer(array(6, 6 // count, 3, dtype=dtype), groups=count) for count in groups]
         with cupyconv.options(allow_tf32=tf32):
             made = cupyconv.explain(cupyconv.conv_chain, array(2, 6, 9, dtype=dtype), layers, fuse=True, on=on)
@@ -181,7 +181,7 @@ def kernels_of_pairs(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
-    """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
+    """Return the kernels of small and large problems on every GPU; the best arithmetic and tile differ."""
     asked: set[Kernel] = set()
     sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
     is_complex = np.dtype(dtype).kind == "c"
@@ -204,7 +204,7 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_implicit_weight_gradients(dtype: Any) -> set[Kernel]:
-    """Those of few and of many outputs on every GPU, and those that move images first, with a prologue too."""
+    """Return the kernels for few and many outputs on every GPU, and for images copied first, also with a prologue."""
     asked: set[Kernel] = set()
     settings = {"stride": 1, "padding": 1, "padding_mode": "constant", "dilation": 1, "groups": 1}
     settings |= {"method": "implicit_gemm", "kernel_shape": 3}
@@ -225,7 +225,7 @@ def kernels_of_implicit_weight_gradients(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_depthwise_weight_gradients(dtype: Any) -> set[Kernel]:
-    """Those of each kernel and stride, in both orders."""
+    """Return the kernels of each kernel size and stride, for both layouts."""
     asked: set[Kernel] = set()
     for kernel, stride, order in product((3, 5), (1, 2), ("C", "last")):
         grad, x = (array(8, 64, size, size, dtype=dtype, order=order) for size in (28 // stride, 28))
@@ -237,7 +237,7 @@ def kernels_of_depthwise_weight_gradients(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_depthwise_transposed(dtype: Any) -> set[Kernel]:
-    """Those of each kernel."""
+    """Return the kernels of each kernel size."""
     asked: set[Kernel] = set()
     for kernel, _ in depthwise_transposed.KERNELS:
         x, weight = array(8, 64, 28, 28, dtype=dtype), array(64, 1, kernel, kernel, dtype=dtype)
@@ -248,7 +248,7 @@ def kernels_of_depthwise_transposed(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
-    """Those of conv_grad_weight, for one and for more outputs a group, each plan checked."""
+    """Return the kernels of conv_grad_weight, for one and for two outputs per group, after checking each plan."""
     asked: set[Kernel] = set()
     dtype = np.result_type(x_dtype, grad_dtype)
     parts = ({}, {"prologue_activation": "relu"} if dtype.kind != "c" else {"shift": array(6, dtype=x_dtype)})
@@ -270,7 +270,7 @@ def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_epilogue_grads(dtype: Any) -> set[Kernel]:
-    """Those that sum channels of images in both orders, aligned and not."""
+    """Return the kernels that sum channels of images in every layout, aligned and not."""
     images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
     settings = {"saved": None, "spatial": 2, "activation": None, "through": False, "sums": True}
     plans = [EPILOGUE_GRADIENT.checked({"grad": grad, **settings}, GPU).plan() for grad in images]
@@ -280,7 +280,7 @@ def kernels_of_epilogue_grads(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
-    """Those that take a gradient back through a prologue, aligned and not."""
+    """Return the kernels of a prologue's gradient, aligned and not."""
     images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
     scale = array(8, dtype=np.result_type(dtype, "float32") if np.dtype(dtype).itemsize == 2 else dtype)
     settings = {"scale": scale, "shift": None, "sums": None, "spatial": 2, "activation": None, "through": True}
@@ -291,7 +291,7 @@ def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
 
 
 def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **settings: Any) -> dict[str, Plan]:
-    """Of max_pool, with indices too, and of avg_pool; and of their gradients."""
+    """Return the plans of max_pool, with and without indices, of avg_pool, and of their gradients."""
     call = checked_call(cupyconv.max_pool, x, kernel_shape, **settings, on=on)
     (result,) = call.results
     y = array(*result.shape, dtype=result.dtype, order="C" if result.channel is None else "last")
@@ -308,7 +308,7 @@ def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **sett
 
 
 def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
-    """Those of few and of many samples on every GPU, of each cell, whose plans are checked."""
+    """Return the kernels of each recurrent cell, for few and many samples on every GPU, after checking each plan."""
     asked: set[Kernel] = set()
     functions = ((cupyconv.rnn, 1, {}), (cupyconv.lstm, 4, {}), (cupyconv.gru, 3, {}))
     functions += ((cupyconv.gru, 3, {"linear_before_reset": False}),)
@@ -327,7 +327,7 @@ def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -> set[Kernel]:
-    """Those of input gradients, into one array and several, whose plans are checked."""
+    """Return the kernels of input gradients, into one array and into several, after checking each plan."""
     asked: set[Kernel] = set()
     cuts = (("constant", None), ("edge", None), ("constant", 40_000))[: 3 if x_dtype == "float32" else 2]
     for problem, layout, (mode, limit) in combined(PROBLEMS, LAYOUTS, cuts, full=full):
@@ -351,7 +351,7 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -
 
 
 def kernels_of_exchanged_weights(dtype: Any) -> set[Kernel]:
-    """Those of groups, of which no view of the weight has outputs and channels exchanged."""
+    """Return the kernels for grouped weights, whose outputs and channels no view can exchange."""
     x, weight = array(2, 8, 19, 19, dtype=dtype), array(8, 3, 9, 9, dtype=dtype)
     made = cupyconv.explain(cupyconv.conv_transpose, x, weight, groups=2, method="fft", on=GPU)
     check(made)
@@ -359,7 +359,7 @@ def kernels_of_exchanged_weights(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_transforms(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
-    """Those of both orders of spectra, of every layout, in one share and in several, whose plans are checked."""
+    """Return the kernels of both orders of spectra, in every layout, in one share and several, after checking plans."""
     asked: set[Kernel] = set()
     for layout, groups, (size, limit) in product(LAYOUTS, (1, 8), ((40, None), (64, 1_000_000))):
         for prologue in ({}, {"prologue": (None, array(16), None)}):
@@ -376,7 +376,7 @@ def kernels_of_transforms(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
-    """Those of every cell with and without tensor cores, of a lone step, and of lengths."""
+    """Return the kernels of every cell, with and without tensor cores, for a single step, and with lengths."""
     lengths = np.zeros(20, np.int64)
     plans = [recurrent_gradient_plan(cell, dtype, on=on) for cell in GATES for on in (None, "sm_75")]
     plans += [recurrent_gradient_plan(cell, dtype, (1, 20, 3, 5)) for cell in GATES]
@@ -396,7 +396,7 @@ def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes, nigh
 
 
 def test_every_listed_kernel_is_asked_for(nightly):
-    """The list holds nothing that cannot happen."""
+    """The list has no kernel that no plan uses."""
     asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes, full=nightly)}
     for (dtype, _), step in product(DTYPES, (1, 2)):
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
@@ -431,7 +431,7 @@ def test_every_listed_kernel_is_asked_for(nightly):
 
 
 def test_one_call_for_all_samples_with_a_shared_weight():
-    """The picture in cuda/plan/gemm.py: weight [16, 27] x columns [27, 1024] for 64 samples."""
+    """One GEMM call, as drawn in cuda/plan/gemm.py: weight [16, 27] x columns [27, 1024] for 64 samples."""
     made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm")
     (call,) = gemms(made)
     assert (call.m, call.n, call.k, call.batch) == (16, 1024, 27, 64)
@@ -456,7 +456,7 @@ def test_launches_do_not_depend_on_the_batch(groups, order, kernel):
             )
         )
     }  # fmt: skip
-    # A lone sample is one long matrix: all groups fit into one call.
+    # A single sample is one long matrix, so all groups fit into one call.
     assert len(counts[1]) <= len(counts[2])
     assert all(steps == counts[2] for batch, steps in counts.items() if batch > 1), counts
 
@@ -496,7 +496,7 @@ def test_pointwise_with_stride_or_padding_has_columns(parameters):
 
 
 def test_pointwise_products_of_a_transposed_convolution_are_its_result():
-    """Without groups: of these, and where its stride leaves gaps, they are columns that every element gathers."""
+    """Without groups and strides, products are the result; otherwise they are columns that every element gathers."""
     x = array(4, 64, 32, 32)
     made = cupyconv.explain(cupyconv.conv_transpose, x, array(64, 32, 1, 1), method="gemm", on=GPU)
     assert not made.workspace and {call.c.at.buffer for call in gemms(made)} == {"out"} and len(made.steps) == 1
@@ -536,7 +536,7 @@ def test_a_merge_of_few_channels_is_the_fused_kernel():
     ("dtype", "tiles"), [("float16", (8, 16, 32)), ("float32", (4, 8, 16)), ("float64", (4, 8, 16))]
 )
 def test_a_merge_reads_its_inputs_as_seldom_as_there_are_tiles_for(dtype, tiles):
-    """Once for each tile of outputs: of the tiles that make this the least, the smallest is taken."""
+    """A merge reads its inputs once per tile of outputs; of the tiles with the fewest reads, the smallest is chosen."""
     for outputs in range(1, 70):
         made = plan([array(4, 8, 4096, dtype=dtype)] * 2, array(outputs, 16, 1, dtype=dtype), method="direct")
         (launch,) = launches(made, "merge")
@@ -547,7 +547,7 @@ def test_a_merge_reads_its_inputs_as_seldom_as_there_are_tiles_for(dtype, tiles)
 
 
 def test_columns_of_many_inputs_are_one_matrix():
-    """A list costs one launch for each table of inputs, and no further GEMM."""
+    """A list of inputs costs one launch per table of inputs, and no additional GEMM."""
     for count in (1, 2, 5, 40, MAX_SOURCES, MAX_SOURCES + 1, 150):
         made = plan([array(2, 2, 12, 12)] * count, array(8, 2 * count, 3, 3), method="gemm")
         assert len(gemms(made)) == 1
@@ -629,7 +629,7 @@ def test_tensor_cores_are_asked_for_on_every_gpu_that_has_them(on, has_tf32):
     ("dtype", "tf32"), [("float16", False), ("float32", False), ("float32", True), ("float64", False)]
 )
 def test_large_products_are_cut_into_large_tiles(dtype, tf32):
-    """Each is read once for every row or column of tiles."""
+    """Tiles are large because each operand is read once per row or column of tiles."""
     x, weight = array(64, 256, 56, 56, dtype=dtype, order="last"), array(256, 256, 3, 3, dtype=dtype)
     with cupyconv.options(allow_tf32=tf32):
         made = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="implicit_gemm", on=GPU)
@@ -643,7 +643,7 @@ def test_large_products_are_cut_into_large_tiles(dtype, tf32):
 
 @dataclass(frozen=True)
 class Columns:
-    """The part of the image that one launch writes columns of."""
+    """The part of the image whose columns one launch writes."""
 
     first_sample: int
     samples: int
@@ -652,7 +652,7 @@ class Columns:
 
 
 def chunks(plan: Plan) -> list[Columns]:
-    """What each launch for the first input does; a sample's place tells its number."""
+    """Return what each launch for the first input does; a sample's address gives its number."""
     found = []
     for launch in columns_launches(plan):
         params = dict(launch.params)
@@ -665,7 +665,7 @@ def chunks(plan: Plan) -> list[Columns]:
 
 
 def assert_covers(parts: list[Columns], batch: int, pixels: int) -> None:
-    """Every pixel of every sample once."""
+    """Assert that the parts cover every pixel of every sample once."""
     assert sum(part.samples * part.pixels for part in parts) == batch * pixels
     seen = {(n, part.first_pixel) for part in parts for n in range(part.first_sample, part.first_sample + part.samples)}
     assert len(seen) == sum(part.samples for part in parts)
@@ -737,8 +737,8 @@ def test_workspace_never_passes_the_limit(
 
 
 def test_conversions_count_against_the_limit():
-    """Arguments widened to the result's dtype are buffers of ours too: the columns get what they leave."""
-    limit = 2 << 20  # x in float64 takes 1.5 MiB of it
+    """Arguments that are widened to the result's dtype count as workspace; columns get the rest of the limit."""
+    limit = 2 << 20  # x in float64 uses 1.5 MiB of it
     made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3, dtype="float64"), method="gemm", limit=limit)
     assert [c.nbytes for c in made.conversions] == [64 * 3 * 32 * 32 * 8]
     assert made.workspace_bytes <= limit
@@ -752,7 +752,7 @@ def test_a_limit_too_small_for_columns():
     assert "the limit is 1,000" in refused
     with pytest.raises(ValueError, match=r"'gemm' does not apply: .*needs [\d,]+ bytes of workspace, .* 1,000"):
         plan(*arguments, limit=1000, method="gemm")
-    # What it says is needed is enough.
+    # The workspace that the refusal names is enough.
     needed = int(refused.split(" needs ")[1].split()[0].replace(",", ""))
     assert plan(*arguments, limit=needed, method="gemm").workspace_bytes <= needed
     assert min(SMALLEST_CHUNK, 30 * 30) * 27 * 4 <= needed
@@ -822,7 +822,7 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
     method=st.sampled_from(["auto", "direct", "gemm"]), limit=st.integers(1_000, 1 << 18), threads=st.integers(1, 3),
 )  # fmt: skip
 def test_convolution_on_numpy_keeps_within_the_workspace(shape, outputs, groups, taps, dtype, method, limit, threads):
-    """Or is refused; only a copy of a weight that is more than half of the limit comes on top."""
+    """Plans fit the limit or are refused; only a weight's copy of more than half the limit is added to it."""
     batch, channels, *size = shape
     x = array(batch, groups * channels, *size, dtype=dtype)
     weight = array(groups * outputs, channels, taps, taps, dtype=dtype)
@@ -848,7 +848,7 @@ def test_pooling_prints_too():
     assert str(on_numpy).count("loop     max_pool in float32") == 2
 
 
-# Sizes that pass 32 bits.
+# Sizes beyond 32 bits.
 
 
 @pytest.mark.parametrize("order", ["C", "last"])
@@ -887,7 +887,7 @@ def test_more_channels_and_groups_than_a_grid_holds():
 
 @pytest.mark.parametrize("groups", [2, 3, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH + 5])
 def test_one_sample_of_a_transposed_convolution_is_batched_over_all_groups(groups):
-    """Each group in one call and no more, the calls' columns one behind the other."""
+    """Every group is in exactly one call, and the columns of the calls are stored one after another."""
     x, weight = array(1, groups, 3, 3), array(groups, 2, 2, 2)
     with cupyconv.options(workspace_limit=1 << 30):
         made = cupyconv.explain(cupyconv.conv_transpose, x, weight, groups=groups, stride=2, method="gemm", on=GPU)
@@ -911,7 +911,7 @@ def test_one_part_of_a_weight_gradient_is_batched_over_all_groups(groups):
 @pytest.mark.parametrize("x_dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
 def test_products_are_real_where_a_factor_is(x_dtype, weight_dtype):
-    """A complex factor beside a real one: as real numbers, not the real one as complex."""
+    """If one factor is real, a complex one is multiplied as real numbers; the real one does not become complex."""
     made = plan(array(2, 4, 8, 8, dtype=x_dtype), array(4, 4, 3, 3, dtype=weight_dtype), method="gemm")
     is_one_real = "float32" in (x_dtype, weight_dtype)
     assert {call.dtype for call in gemms(made)} == {"float32" if is_one_real else "complex64"}
@@ -978,12 +978,12 @@ def test_as_many_phases_as_allowed_are_taken_and_no_more():
         plan(8, 9)
 
 
-# Decisions by layouts, against what they stand for.
+# Decisions that depend on layouts, compared with an enumeration of elements.
 
 
 @given(st.randoms(use_true_random=False))
 def test_vectors_are_as_wide_as_every_row_is_aligned_for(random):
-    """Two images, and the address of each of their rows' beginnings."""
+    """Vectors are as wide as the start addresses of all rows of two images allow."""
     dtype = random.choice(("float16", "float32", "float64"))
     item = ITEMSIZE[dtype]
     pixels = random.choice((3, 4, 8, 16))
@@ -1006,7 +1006,7 @@ def test_vectors_are_as_wide_as_every_row_is_aligned_for(random):
 
 
 def addressable(rows: int, columns: int, place: Callable[[int, int], int | None]) -> bool:
-    """Whether cuBLAS has a leading dimension, by rows or by columns, by which each element lies in its place."""
+    """Return whether some leading dimension, by rows or by columns, gives cuBLAS the address of every element."""
     elements = list(product(range(rows), range(columns)))
     return any(
         all(place(r, c) == r * ld + c for r, c in elements)
@@ -1018,7 +1018,7 @@ def addressable(rows: int, columns: int, place: Callable[[int, int], int | None]
 
 
 def is_matrix(view: MatrixView, rows: int, columns: int) -> bool:
-    """Whether cuBLAS takes its leading dimension: no line begins within another."""
+    """Return whether cuBLAS accepts the leading dimension: no row or column starts within another."""
     return view.ld >= (rows if view.transposed else columns)
 
 
@@ -1047,7 +1047,7 @@ def test_an_image_is_a_matrix_of_its_channels_wherever_cublas_can_read_it():
             every = product(range(channels), range(pixels), range(2))
             places = {(c, p, n): n * step_n + c * step_c + p * step_p for c, p, n in every}
             assert all(view.start(*one).offset == 4 * place for one, place in places.items())
-            # All samples as one matrix of so many more columns.
+            # All samples as one matrix with more columns.
             joined = view.joined(channels, pixels, 2)
             if joined is not None:
                 assert is_matrix(joined, channels, 2 * pixels)
@@ -1058,7 +1058,7 @@ def test_an_image_is_a_matrix_of_its_channels_wherever_cublas_can_read_it():
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 9))
 def test_rows_of_a_group_are_each_in_one_place(counts, reduction):
-    """Images one after the other: of each group of rows the places, none of them empty."""
+    """Segments of each group of rows are these rows' places in consecutive images, and none is empty."""
     images = [operand(f"x[{i}]", "float32", (1, n, 1, 1, 4), (16 * n, 16, 16, 16, 4), 64) for i, n in enumerate(counts)]
     factors, rows = (
         image_factors(images, [None] * len(images)),
@@ -1125,7 +1125,7 @@ STRIPS = [
 
 @pytest.mark.parametrize("image, kernel, window, backwards, found", STRIPS)
 def test_strips_serve_square_kernels_of_planes_counted_in_32_bits(image, kernel, window, backwards, found):
-    """Not where pixels run backwards, taps lie apart, or places of a plane, or pixels, pass the kernel's counters."""
+    """Strips exclude reversed pixels, taps apart, and planes or pixel counts that exceed the kernel's counters."""
     x = array(image[0], 4, *image[1:])
     for axis in backwards:
         x = np.flip(x, axis)
@@ -1136,7 +1136,7 @@ def test_strips_serve_square_kernels_of_planes_counted_in_32_bits(image, kernel,
 
 @pytest.mark.parametrize("stride, phases", [(1, 1), (2, 4), ((2, 1), 2), ((1, 3), 3)])
 def test_phases_multiply_as_often_as_they_have_taps_and_say_how_many_they_are(stride, phases):
-    """Of each element that a tap brings to the result: padding and phases without taps are none."""
+    """Operations count only taps that reach the result; padding and phases without taps add none."""
     x, weight = array(2, 32, 9, 11), array(32, 16, 3, 3)
     plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=stride, method="implicit_gemm", on=GPU)
     (launch,) = launches(plan, "implicit_gemm")

@@ -1,4 +1,4 @@
-"""Planning takes 50 ms at most, whatever the numbers: nothing in it is as long as an image, a limit or a kernel."""
+"""Planning takes at most 50 ms, whatever the sizes: no loop in it is as long as an image, a limit or a kernel."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from cupyconv.numpy import chain_tiles
 from cupyconv.numpy.chain_tiles import tiles, tiles_to_plan
 from cupyconv.problem.problems import NotApplicable
 
-#: Seconds of the processor; a machine on which an ordinary plan takes long gets as many times more.
+#: Processor seconds that a plan may take, and those of an ordinary plan.  Slower machines get proportionally more.
 MOST, ORDINARY = 0.05, 0.002
 
 
 def huge(*shape: int) -> np.ndarray:
-    """A C-ordered array of which only the first element is in memory: planning reads none."""
+    """Return a C-ordered array of which only the first element is in memory; planning reads none."""
     strides, step = [], 4
     for extent in reversed(shape):
         strides.append(step)
@@ -120,7 +120,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     ),
 }
 
-#: A chain of which every band is at an end of an image.
+#: These calls, and a chain whose bands all touch an end of the image.
 ON_NUMPY = CALLS | {
     "chain, short bands": (
         cupyconv.conv_chain,
@@ -139,7 +139,7 @@ ON_NUMPY = CALLS | {
 def seconds_to_plan(
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], on: str | None = None, **settings: Any
 ) -> float:
-    """Processor time of a first call, the best of three; a refusal's too, up to where planning says no."""
+    """Return a first call's processor time, the best of three; for a refusal, the time until planning refuses."""
     function, arguments, named = call
     times = []
     with cupyconv.options(**settings):
@@ -157,7 +157,7 @@ def seconds_to_plan(
 
 
 def forget() -> None:
-    """Clear what planning remembers from call to call, as in a new process."""
+    """Clear what planning caches between calls, as in a new process."""
     for name, module in list(sys.modules.items()):
         if name.startswith("cupyconv."):
             for function in list(vars(module).values()):
@@ -166,7 +166,7 @@ def forget() -> None:
 
 
 def planned(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """One plan is made, or refused."""
+    """Make one plan, or raise its refusal."""
     call = checked_call(function, *arguments, **named)
     planner(call.arguments.backend, call.problem.machine)(call.problem)
 
@@ -189,7 +189,7 @@ def test_planning_is_asked_a_few_times_for_a_limit_that_is_enough(name, limit, o
 
 
 def slowness(on: str | None = None) -> float:
-    """Of this machine at this moment: of an ordinary plan."""
+    """Return how slow this machine is at this moment, from the time of an ordinary plan."""
     ordinary = cupyconv.conv_chain, (huge(1, 8, 64, 64), layers((8, 8, 3, 3), (8, 8, 3, 3))), {"fuse": False}
     return max(1.0, seconds_to_plan(ordinary, on) / ORDINARY)
 
@@ -200,14 +200,14 @@ def slowness(on: str | None = None) -> float:
 def test_planning_does_not_grow_with_the_numbers(name, limit, threads):
     taken = seconds_to_plan(
         ON_NUMPY[name], workspace_limit=limit, threads=threads
-    )  # apart: pytest shows what an assertion calls
+    )  # not in the assertion, whose calls pytest shows
     assert taken < MOST * slowness()
 
 
 @pytest.mark.parametrize("limit", [None, 100_000, 10**12])
 @pytest.mark.parametrize("name", CALLS)
 def test_planning_for_a_gpu_does_not_grow_with_the_numbers(name, limit):
-    """Every chunk's launches were listed: 38 s, and gigabytes."""
+    """Planning once listed every chunk's launches, which took 38 s and gigabytes."""
     taken = seconds_to_plan(CALLS[name], "sm_90", workspace_limit=limit)
     assert taken < MOST * slowness()
 
@@ -219,7 +219,7 @@ def test_planning_for_a_gpu_does_not_grow_with_the_numbers(name, limit):
     st.tuples(st.integers(0, 60), st.integers(1, 60)),
 )
 def test_the_tiles_that_are_planned_have_what_all_tiles_have(each, size, step, band):
-    """With every window: geometries, rows in memory, and rows that are kept."""
+    """Planned tiles have all geometries, the most rows in memory, and the cached rows of all tiles."""
     x = np.ones((1, 1, size), np.float32)
     chain = [
         ConvLayer(np.ones((1, 1, kernel), np.float32), stride=stride, padding=padding, dilation=dilation)

@@ -1,7 +1,7 @@
-"""What prices of NumPy's loops are made of: sums of seconds, each of so much work of a kind, none of it less than nothing.
+"""The cost model of NumPy's loops: estimated times are sums of constants times amounts of work, none of them negative.
 
-The seconds themselves are measurements, which no test repeats.  But a price in which a product is divided by, or a pass is
-subtracted, is none; and of more samples, channels or outputs there is no less to do of anything.
+The constants are measurements, which no test repeats.  But an estimate must not divide by a product's time or subtract
+a pass, and with more samples, channels or outputs there is no less work of any kind.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from cupyconv.numpy.chain import LayersLoop, _unfused
 from cupyconv.numpy.chain_fused import plan_fused
 from cupyconv.problem.problems import HostModel
 
-#: Numbers of modules that are less are seconds; others are ratios and sizes.
+#: Constants of modules below this are seconds; larger ones are ratios and sizes.
 SECONDS = 0.01
 
 
 def scaled(value: Any, by: float) -> Any:
-    """All seconds in it times a number."""
+    """Return the value with all seconds in it multiplied by a factor."""
     if type(value) is float:
         return value * by if 0 < value < SECONDS else value
     if type(value) is tuple:
@@ -42,7 +42,7 @@ def scaled(value: Any, by: float) -> Any:
     return {key: scaled(each, by) for key, each in value.items()} if type(value) is dict else value
 
 
-#: Those that there are.
+#: Names of all constants of `cost` that are seconds.
 PRICES = [
     name
     for name, value in vars(cost).items()
@@ -52,7 +52,7 @@ PRICES = [
 
 @pytest.fixture
 def prices(monkeypatch):
-    """Sets all prices to so much of what they are, or one of `cost` alone."""
+    """Return a function that multiplies all constants, or one constant of `cost` alone, by a factor."""
     modules = [import_module(each.name) for each in iter_modules(cupyconv.numpy.__path__, "cupyconv.numpy.")]
     known = [
         (module, name, value)
@@ -79,7 +79,7 @@ def prices(monkeypatch):
 @share_of_examples(1)
 @given(seed=st.integers(0, 10**9))
 def test_where_everything_takes_twice_as_long_a_plan_does_and_is_the_same(name, prices, seed):
-    """Also one of several loops, and on threads: seconds are added to seconds alone."""
+    """The plan stays the same, also with several loops or threads, because only seconds are added to seconds."""
     problem, _ = problem_of(name, Random(seed))
     plan = planned(problem)
     alone = plan and seconds(plan)
@@ -92,7 +92,7 @@ def test_where_everything_takes_twice_as_long_a_plan_does_and_is_the_same(name, 
 
 
 def both_ways(of: str, threads: int) -> tuple[list[Any], list[float]]:
-    """What runs a chain by tiles, and layer by layer, and the seconds of each."""
+    """Return the loops that run a chain by tiles and layer by layer, and the seconds of both."""
     x, layers = chains.LARGE[of]
     problem: Any = checked_call(cupyconv.conv_chain, x, layers, fuse=True).problem
     machine = HostModel(threads, most=threads)
@@ -121,17 +121,17 @@ def test_no_price_makes_a_chain_take_less(of, prices):
         assert dearer[0] >= tiles and dearer[1] >= apart
 
 
-#: Calls of `LARGE` whose work grows along each axis; how many times, and how much less and more there may be of anything then:
-#: blocks are cut otherwise, and products of a tap more or fewer.
+#: Calls of `LARGE` whose work grows along each axis; the factor of growth; how much less or more of any kind of work
+#: there may be then, because blocks are cut differently, and products cover more or fewer taps.
 GROWING = "plain", "strides", "a border", "groups", "depthwise", "many samples", "one tap", "complex"
 TIMES, LEAST, MOST = 4, 0.1, 16.0
-#: What may not be needed at all where there is more work: copies of what is a factor as it lies then, or a vector's product.
-#: How many products begin depends on how they are cut alone.
+#: Work that a larger problem may not need: copies of a factor that is then read in place, or a product with a vector.
+#: `PRODUCT` counts products, whose number depends only on how they are cut.
 SPARED = "COPY", "RUN", "ADD", "PACK", "BY_VECTOR"
 
 
 def larger(of: str, axis: str) -> Call:
-    """The call with more samples, channels, outputs or rows; a depthwise one with more groups."""
+    """Return the call with more samples, channels, outputs or rows; a depthwise call gets more groups."""
     (samples, channels, *size), (outputs, own, *kernel), settings = LARGE[of]
     groups, more = settings.get("groups", 1), dict(settings)
     if axis == "rows":
@@ -148,7 +148,7 @@ def larger(of: str, axis: str) -> Call:
 
 
 def loops_by_way(name: str, call: Call) -> dict[str, list[BlockLoop]]:
-    """Those of each way on one thread, of arrays that are never read."""
+    """Return the loops of each implementation on one thread, for arrays that are never read."""
     problem: Any = large(name, call, array).problem
     problem = replace(problem, machine=HostModel(1), workspace_limit=64 << 20)
     plans = {way.__name__: by_way(problem, way) for way in ways_for(name, problem)}
@@ -162,7 +162,7 @@ def work(loops: Iterable[BlockLoop]) -> float:
 @pytest.mark.parametrize("of", GROWING)
 @pytest.mark.parametrize("name", ANY)
 def test_of_more_work_there_is_more_of_everything(name, of, prices):
-    """Of each kind of work that a way has: what makes it dearer shows how much of it there is, and it is never less than none."""
+    """Doubling a constant shows how much of its work there is: never less than 0, nor much less in larger calls."""
     calls = {axis: larger(of, axis) for axis in ("nothing", "samples", "channels", "outputs", "rows")}
     by_way = {axis: loops_by_way(name, call) for axis, call in calls.items()}
     amounts: dict[tuple[str, str], dict[str, float]] = {}

@@ -1,6 +1,6 @@
-"""The problem layer by itself, against NumPy: layouts, the phases of transposed convolutions, shares, what plans print.
+"""The problem layer against NumPy: layouts, phases of transposed convolutions, shares, and what plans print.
 
-What kernels are given is worked out here, in integers; most of it is otherwise seen only by tests that run kernels.
+Parameters of kernels are computed here, in integers; most of them are otherwise checked only by tests that run kernels.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def zeros(*shape: int) -> np.ndarray:
 
 
 def some_view(random: Random) -> np.ndarray:
-    """Of an array: sliced, with steps, in any order of axes, with axes of one element and of stride 0."""
+    """Return a random view: sliced, with steps, axes in any order, and axes of one element or of stride 0."""
     array = np.zeros([random.choice((1, 1, 2, 3, 5)) for _ in range(random.randint(1, 5))], random.choice(("f2", "f4")))
     for axis, extent in enumerate(array.shape):
         first, step = random.randrange(extent), random.choice((1, 1, 2, -1))
@@ -101,7 +101,7 @@ def some_view(random: Random) -> np.ndarray:
 
 
 def offsets(array: np.ndarray) -> list[int]:
-    """Of all elements, in bytes from the first."""
+    """Return the offsets of all elements, in bytes from the first."""
     return [sum(i * s for i, s in zip(index, array.strides)) for index in np.ndindex(array.shape)]
 
 
@@ -125,7 +125,7 @@ def check_layout(array: np.ndarray) -> None:
     places = offsets(array)
     assert overlaps_itself(array.shape, array.strides, array.itemsize) == (len(set(places)) < len(places))
 
-    # A step is between neighbours of all axes in C order; an axis of one element has none.
+    # Steps are distances between neighbours in C order; an axis of one element has none.
     steps = {after - before for before, after in pairwise(places)}
     stride = collapsed_stride(array.shape, array.strides)
     assert (stride is None) == (len(steps) > 1) and (not steps or stride in (None, *steps))
@@ -149,7 +149,7 @@ def test_a_view_overlaps_itself_where_two_of_its_elements_share_a_byte(axes, ite
 
 
 def test_elements_beyond_a_million_are_not_listed():
-    """These meet nowhere, which only a list of them shows."""
+    """Views that do not overlap count as overlapping if a list of over a million elements would have to show it."""
     assert not overlaps_itself((2, 1000), (12, 8), 4) and overlaps_itself((2, 1 << 20), (12, 8), 4)
     assert not overlaps_itself((1, 1 << 21), (0, 4), 4), "an axis of one element is none"
     assert not overlaps_itself((3, 1 << 20), (4 << 20, 4), 4), "rows one after the other need no list"
@@ -207,7 +207,7 @@ def some_windows(random: Random) -> Windows:
 
 
 def reads(windows: Windows, axis: int) -> list[list[int]]:
-    """Of each pixel along an axis, the element that each of its taps reads."""
+    """Return the elements that the taps of each pixel along an axis read."""
     step, gap, before = windows.stride[axis], windows.dilation[axis], windows.before[axis]
     taps = range(windows.kernel[axis])
     return [[pixel * step + tap * gap - before for tap in taps] for pixel in range(windows.out_size[axis])]
@@ -251,7 +251,7 @@ def test_parts_are_as_few_as_fit_and_alike(extent, most):
 
 @given(st.tuples(*[st.integers(1, 5)] * 3), st.integers(0, 130))
 def test_boxes_are_runs_in_c_order_as_large_as_fit(size, most):
-    """Of a kernel's taps, or of pixels: all of them once, in boxes of no more than so many."""
+    """Boxes of a kernel's taps, or of pixels, cover all of them once, and none has more than `most`."""
     found, inner = [], 1
     for run, box in tap_boxes(size, most):
         assert len(found) == run.start and run.stop - run.start <= max(1, most)
@@ -270,14 +270,14 @@ def test_boxes_are_runs_in_c_order_as_large_as_fit(size, most):
 @pytest.mark.parametrize("name", ["stride", "dilation", "padding"])
 def test_steps_are_within_the_kernels_integers(function, name):
     x, weight, most = np.ones((1, 1, 5)), np.ones((1, 1, 1)), 2**31 - 1
-    others = {"stride": most} if name == "padding" else {}  # or a transposed convolution is cut off whole
+    others = {"stride": most} if name == "padding" else {}  # otherwise padding cuts off all of a transposed result
     checked_call(function, x, weight, **others, **{name: most})
     with pytest.raises(ValueError, match=rf"{name} must be at most {most}, given \({most + 1},"):
         checked_call(function, x, weight, **others, **{name: most + 1})
 
 
 def test_a_convolution_in_words():
-    """All that is unusual, and no more."""
+    """The words name all that is unusual, and no more."""
     shapes, weight = {"x[0]": (2, 1, 10, 9), "x[1]": (2, 3, 10, 9)}, (6, 2, 3, 2)
     window: Any = dict(stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), groups=2, padding_mode="reflect")
     assert str(conv_geometry(shapes, weight, batched=True, **window)) == (
@@ -304,14 +304,14 @@ def test_a_depthwise_convolution_has_one_channel_per_group(groups):
 
 
 def seen(described: Operand, memory: dict[str, np.ndarray]) -> np.ndarray:
-    """The elements that an operand describes, of the memory of its name."""
+    """Return the elements that an operand describes, in the memory of its name."""
     strides = [step * described.itemsize for step in described.strides]
     return np.ndarray(described.shape, described.dtype, memory[described.name], described.offset, strides)
 
 
 @given(RANDOMS)
 def test_phases_are_convolutions_that_compute_the_same(random):
-    """Each computed by the naive convolution, of the views that it describes."""
+    """The naive convolution of the views that each phase describes gives its part of the result."""
     for _ in range(5):
         check_phases(random)
 
@@ -360,7 +360,7 @@ def check_phases(random: Random) -> None:
 
 
 def test_weights_whose_exchange_is_no_view():
-    """Conjugated ones, and those of some groups; of several results each has its own."""
+    """Conjugated weights and some grouped ones have no exchanged view; of several results each has its own part."""
     x, weight = np.zeros((1, 2, 5, 5)), np.zeros((2, 2, 3, 3))
     merged: Any = checked_call(cupyconv.conv_grad_input, x, weight, [(1, 1, 7, 7), (1, 1, 7, 7)]).problem
     exchanged = exchanged_view(merged)
@@ -380,7 +380,7 @@ def test_weights_whose_exchange_is_no_view():
 
 @given(RANDOMS)
 def test_parts_of_results_compute_the_whole(random):
-    """Of groups that end anywhere in the results, in any of them, or that several of them share."""
+    """Groups may end anywhere in the results, lie within one of them, or be shared by several."""
     groups, channels, outputs = random.randint(2, 4), random.randint(1, 3), random.randint(1, 2)
     ends = random.sample(range(1, groups * channels), random.randint(1, min(3, groups * channels - 1)))
     shapes = [(2, end - begin, 6) for begin, end in pairwise(sorted((0, *ends, groups * channels)))]
@@ -397,13 +397,13 @@ def test_parts_of_results_compute_the_whole(random):
     np.testing.assert_array_equal(found, reference_gradients.conv_transpose(grad, weight, groups=groups))
 
 
-#: Of an axis: size, kernel, stride, padding before it, dilation.
+#: For an axis: size, kernel, stride, padding before it, dilation.
 SMALL_AXES = list(product((1, 2, 3, 5, 8), (1, 2, 3, 5), (1, 2, 3), (0, 1, 3), (1, 2, 3)))
 
 
 @pytest.mark.parametrize("pixels", [1, 2, 4])
 def test_phases_of_an_axis_meet_the_taps_that_reach_them(pixels):
-    """A tap of a pixel reaches one element, and is met in no other phase; where none does, a phase has no taps."""
+    """A tap of a pixel reaches one element, in one phase only; a phase that no tap reaches has no taps."""
     for size, kernel, stride, before, dilation in SMALL_AXES:
         reaching = {(p * stride + t * dilation - before, p, t) for p in range(pixels) for t in range(kernel)}
         met, elements = set(), []
@@ -483,7 +483,7 @@ def test_shares_are_halved_as_often_as_allowed(groups, outputs):
 
 @given(RANDOMS)
 def test_shares_together_are_the_whole(random):
-    """Of one input or several; with the bias that belongs to each share."""
+    """Shares of one input or several, each with its part of the bias, compute the whole result together."""
     groups, each, outputs = random.randint(1, 4), random.randint(1, 3), random.randint(1, 4)
     x, weight = integers(random, 2, groups * each, 5), integers(random, groups * outputs, each, 3)
     ends = sorted(random.sample(range(1, groups * each), random.randint(0, min(2, groups * each - 1))))
@@ -534,14 +534,14 @@ def test_axes_of_one_tap_are_not_transformed(kernel, sizes):
 
 
 def test_codes_of_activations_are_their_places_in_the_kernel():
-    """A kernel's switch has them in this order, from 1 on."""
+    """Codes follow the order of the kernel's switch, starting at 1."""
     codes = [code for table in (TABLE, RECURRENT_ONLY) for code, _ in table.values()]
     assert codes == list(range(1, len(codes) + 1))
     assert IDENTITY.code == 0 and not IDENTITY and resolve_activation("relu")
 
 
 def test_the_defaults_of_activations_are_those_of_the_table():
-    """The third column has them; clip's are required."""
+    """The third column of the docstring's table lists them; clip's are required."""
     assert activations.__doc__
     for name, (_, defaults) in (TABLE | RECURRENT_ONLY).items():
         (row,) = [line for line in activations.__doc__.splitlines() if line.startswith(f"{name} ")]
@@ -562,7 +562,7 @@ def test_activations_that_only_bound_say_their_bounds(spec):
 @pytest.mark.parametrize("name", sorted(function.__name__ for function in _OPERATIONS))
 @given(RANDOMS)
 def test_pages_say_everything(name, random):
-    """Each line of a plan has its words, on NumPy; and the problem has them too."""
+    """On NumPy each line of a plan's page has words, and the problem has words too."""
     case = FITTING[name](random)
     plan = cupyconv.explain(getattr(cupyconv, name), **case)
     page = str(plan)
@@ -590,7 +590,7 @@ def test_a_prologue_in_words(parts, words):
 
 X, W = zeros(2, 4, 5), zeros(6, 2, 3)
 Y = zeros(2, 6, 3)
-#: Calls, their operations, and elements of their arguments and results.
+#: Calls, their operations, and the elements of their arguments and results.
 FIGURES: dict[str, tuple[Any, int, int]] = {
     "conv": ((cupyconv.conv, X, W, dict(groups=2)), 2 * Y.size * 6, X.size + W.size + Y.size),
     "complex x": ((cupyconv.conv, X + 0j, W, dict(groups=2)), 4 * Y.size * 6, 2 * X.size + W.size + 2 * Y.size),
@@ -616,7 +616,7 @@ FIGURES: dict[str, tuple[Any, int, int]] = {
 @pytest.mark.parametrize("on", [None, "sm_90"])
 @pytest.mark.parametrize("name", FIGURES)
 def test_operations_and_the_least_bytes(name, on):
-    """Two operations a product and its sum, four where one factor is complex, eight where both are; each array once."""
+    """A product and its sum are two operations, four if one factor is complex, eight if both are; arrays count once."""
     (function, *arguments, settings), flops, elements = FIGURES[name]
     plan = cupyconv.explain(function, *arguments, **settings, on=on)
     assert (plan.flops, plan.minimal_bytes) == (flops, 4 * elements)
@@ -649,7 +649,7 @@ def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
 
 
 def test_operations_of_a_layers_gradients():
-    """Of each weight two products: what comes back through it, and its own gradient."""
+    """A weight has two products: one takes the gradient back through it, one gives its own gradient."""
     back = recurrent_gradient_plan("rnn", "float32", (5, 2, 3, 4))
     assert back.problem == "gradients of rnn 3 -> 4, forward, on 5 steps x 2"
     assert "grad_x (5, 2, 3), grad_weight_ih (1, 4, 3), grad_weight_hh (1, 4, 4)" in back.result
@@ -765,7 +765,7 @@ def transform_of(purpose: str) -> Transform:
     ids=["launches", "products", "transforms", "loops", "rounds"],
 )
 def test_steps_alike_are_printed_once_and_others_each(step, word):
-    """Up to four of them all; of more the first."""
+    """Up to four equal steps are all printed; of more, only the first."""
     names = [chr(ord("a") + i) for i in range(9)]
     page = "\n".join(_listed(tuple(map(step, names))))
     assert all(page.count(word.format(name)) == 1 for name in names)
@@ -776,7 +776,7 @@ def test_steps_alike_are_printed_once_and_others_each(step, word):
 
 
 def test_what_is_converted_comes_first():
-    """The rest of the limit is what all else may have, which is never less than nothing."""
+    """Converted arrays use the limit first; everything else shares the rest, which is never negative."""
     problem = checked_call(cupyconv.conv, X, W, groups=2).problem
     assert problem.sharing_with(()) is problem
     converted = [Conversion(name, "float32", "float64", problem.limit // 4) for name in ("x", "weight")]
@@ -785,7 +785,7 @@ def test_what_is_converted_comes_first():
 
 
 def test_steps_of_a_layer_wait_for_each_other():
-    """And nothing of a convolution for anything."""
+    """Steps of a recurrent layer wait for each other; nothing in a convolution waits."""
     assert checked_call(cupyconv.conv, X, W, groups=2).problem.turns == 1
     for steps in (0, 1, 5):
         layer: Any = checked_call(cupyconv.rnn, zeros(steps, 2, 3), zeros(4, 3), zeros(4, 4)).problem
@@ -793,7 +793,7 @@ def test_steps_of_a_layer_wait_for_each_other():
 
 
 def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
-    """A larger limit leaves no less beside them."""
+    """A larger limit leaves no less space in addition to the copied weights."""
     limits, weights = range(1, 400), 100
     room = [Problem.limit_with(SimpleNamespace(limit=limit), weights) for limit in limits]
     assert all(given == limit for limit, given in zip(limits, room) if limit >= 2 * weights)
@@ -815,7 +815,7 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_old
 
 @pytest.mark.parametrize("gpu", KNOWN_GPUS.values(), ids=str)
 def test_fewer_bits_take_no_longer(gpu):
-    """Products of 16 bits, then TF32, then float32, which no library computes at all that the cores could do."""
+    """16-bit products are fastest, then TF32, then float32, which no library computes at the full rate of the cores."""
     rates = [gpu.gemm_rate(*kinds) for kinds in (("float16", "float32"), ("float32", "tf32"), ("float32", "float32"))]
     assert rates == sorted(rates, reverse=True) and rates[2] < gpu.fp32
     assert gpu.gemm_rate("bfloat16", "float32") == rates[0] == gpu.gemm16 and rates[1] == gpu.tf32

@@ -1,6 +1,6 @@
-"""Prologues: scale, shift and activation of each input element as it is loaded.
+"""Prologues: scale, shift and activation are applied to each input element as it is loaded.
 
-The oracle transforms whole inputs first and convolves the copies.
+The reference transforms whole inputs first and convolves the copies.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from cupyconv.call.operation import forget_calls
 
 METHODS = st.sampled_from(("auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 20_000, 4_000))
-#: Those that leave integers integers.
+#: Activations that map integers to integers.
 INTEGER_ACTIVATIONS = (None, "relu", "relu6", ("clip", -1, 2))
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
 
 def dtypes_on(target):
-    """All on NumPy; elsewhere each one is a compilation of every kernel."""
+    """Return all dtypes, but few on the host device, where each one compiles every kernel again."""
     return DTYPES if target.name != "host_device" else ("float16", "float32", "complex64")
 
 
 def smaller(x):
-    """Integers of half the size: what is left of them after a scale of 1 and a shift of 1 is in the case's bounds."""
+    """Return integers of half the size, so that a scale and a shift of 1 keep them within the case's bounds."""
     half = np.trunc(reference.wide(x).real / 2)
     return (half + 1j * np.trunc(x.imag / 2) if x.dtype.kind == "c" else half).astype(x.dtype)
 
 
 def drawn_prologue(data, case, activations, *, integer):
-    """(scale, shift, activation) for a case; the vectors are of the precision that the transformed elements have."""
+    """Return (scale, shift, activation) for a case; the vectors have the precision of transformed elements."""
     generator, channels = np.random.default_rng((case.seed, 2)), sum(case.channels)
     dtype = np.result_type(as_dtype(case.dtype), np.float32 if case.result_dtype.itemsize == 2 else case.dtype)
     if case.dtype == "bfloat16":
@@ -66,7 +66,7 @@ def moved(target, prologue):
 
 
 def run(target, case, arrays, prologue, method, limit):
-    """The case on a target; None where it was refused for a reason that is given."""
+    """Run the case on a target; return None if it was refused for a stated reason."""
     views = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     arguments = {**views, **case.parameters, "prologue": moved(target, prologue), "method": method, "out": out}
@@ -93,7 +93,7 @@ def test_integers_are_exact(target, data, method, limit):
 
 
 def transform_error(xs, images, prologue, dtype, axis):
-    """How far a transformed element may be off: a few roundings in the dtype that it may be kept in."""
+    """Return the error allowed for transformed elements: a few roundings in the dtype that may store them."""
     scale, shift, activation = prologue
     absolute = [None if vector is None else np.abs(vector) for vector in (scale, shift)]
     sizes = reference.transformed([np.abs(reference.wide(x)) for x in xs], *absolute, None, axis=axis)
@@ -134,7 +134,7 @@ def test_vectors_of_any_stride(target, method, layout):
 
 @pytest.mark.parametrize("method", ["direct", "gemm"])
 def test_more_inputs_than_a_kernel_has_room_for(target, method):
-    """Columns take several launches, each from another channel of scale and shift on; the fused merge takes one."""
+    """Columns need several launches, each starting at a later channel of scale and shift; the fused merge needs one."""
     generator = np.random.default_rng(0)
     xs = [generator.integers(-3, 4, (1, 1, 24)).astype(np.float32) for _ in range(70)]
     weight = generator.integers(-3, 4, (3, 70)).astype(np.float32)
@@ -177,7 +177,7 @@ def test_depthwise_kernels(target, kernel, stride):
 
 @pytest.mark.parametrize("macros", [m for m in MACROS if "PROLOGUE" in m], ids=lambda m: "-".join(m.values()))
 def test_implicit_gemm(cuda_target, macros):
-    """Several inputs whose channels are no whole K-chunks, so that slabs end within taps, and padding."""
+    """Results are right with padding and with channels that are not whole K-chunks, so that slabs end within taps."""
     generator = np.random.default_rng(0)
     dtype = as_dtype(macros["DTYPE"])
     xs = [generator.integers(-1, 2, (2, c, 6, 7)).astype(dtype) for c in (3, 13, 6)]
@@ -199,7 +199,7 @@ def test_implicit_gemm(cuda_target, macros):
 @pytest.mark.parametrize("dtype, arithmetic", [("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32")])
 @pytest.mark.parametrize("width", [8, 7])
 def test_implicit_gemm_of_moved_inputs(cuda_target, dtype, arithmetic, width):
-    """The transformation goes with the copy; neither padding nor channels up to a whole vector are transformed."""
+    """The copy transforms the inputs, but neither padding nor the channels that fill up a vector."""
     generator = np.random.default_rng(0)
     xs = [generator.integers(-1, 2, (2, c, 6, width)).astype(as_dtype(dtype)) for c in (3, 13, 6)]
     weight = generator.integers(-1, 2, (5, 22, 3, 2)).astype(as_dtype(dtype))
@@ -224,7 +224,7 @@ def test_implicit_gemm_of_moved_inputs(cuda_target, dtype, arithmetic, width):
     shift=[5.0, np.nan, np.inf],
 )
 def test_padding_is_not_transformed(target, method_and_groups, shift, activation):
-    """A window of nothing but padding gives 0, whatever becomes of a zero of the input."""
+    """A window of padding alone gives 0, whatever the prologue makes of a zero of the input."""
     method, groups = method_and_groups
     if target.name == "numpy" and method == "implicit_gemm":
         pytest.skip("a method of GPUs")
@@ -256,7 +256,7 @@ def test_values_that_are_not_finite(target, method):
 
 @pytest.mark.parametrize("dtype, vector", [("float32", "float64"), ("float16", "float32"), ("float16", "float16")])
 def test_vectors_do_not_widen_the_result(target, dtype, vector):
-    """And a 16-bit image's may be float32, which is what it is transformed in."""
+    """Vectors do not widen the result, and those of a 16-bit image may be float32, the dtype of the transformation."""
     x, weight = np.full((1, 2, 5), 3, dtype), np.ones((1, 2, 1), dtype)
     scale = np.array([1 + 2**-10, 1], vector)
     for method in ("direct", "gemm"):
@@ -269,7 +269,7 @@ def test_vectors_do_not_widen_the_result(target, dtype, vector):
 
 
 def test_no_prologue_at_all(target):
-    """None, and three of them, are the same call."""
+    """No prologue and a prologue of three `None` are the same call."""
     x, weight = target.to_device(np.ones((1, 2, 9), np.float32)), target.to_device(np.ones((2, 2, 3), np.float32))
     plans = [cupyconv.explain(cupyconv.conv, x, weight, prologue=p) for p in (None, (None, None, None), [None] * 3)]
     assert plans[0] == plans[1] == plans[2]
@@ -294,7 +294,7 @@ def test_explain_says_so():
 
 
 def test_a_batch_normalisation_before_a_convolution(target):
-    """As the documentation of fold_batchnorm has it."""
+    """A batch normalization before a convolution works as the documentation of `fold_batchnorm` says."""
     generator = np.random.default_rng(0)
     x, weight = generator.normal(size=(2, 3, 8)), generator.normal(size=(4, 3, 3))
     mean, gamma, beta = generator.normal(size=(3, 3))
@@ -309,20 +309,20 @@ def test_a_batch_normalisation_before_a_convolution(target):
 
 
 def test_no_transformed_copy_is_made():
-    """On NumPy a transformed block is in the workspace: at every moment less than one of the inputs."""
+    """On NumPy transformed blocks are in the workspace, which never holds as much as one input."""
     xs = [np.ones((1, 8, 256, 256), np.float32) for _ in range(3)]
     vector, out = np.ones(24, np.float32), np.empty((1, 4, 256, 256), np.float32)
     few = [x[..., :40, :40] for x in xs]
     for weight, padding in ((np.ones((4, 24, 3, 3), np.float32), 1), (np.ones((4, 24, 1, 1), np.float32), 0)):
         with cupyconv.options(workspace_limit=1 << 20, threads=1):
             prologue = vector, vector, "relu"
-            cupyconv.conv(few, weight, padding=padding, prologue=prologue)  # modules are imported
+            cupyconv.conv(few, weight, padding=padding, prologue=prologue)  # imports the modules first
             peak = peak_bytes(partial(cupyconv.conv, xs, weight, padding=padding, prologue=prologue, out=out))
         assert peak < 1.5 * (1 << 20) < xs[0].nbytes
 
 
 def test_a_warm_call_is_a_fresh_call(target):
-    """Calls that differ in one part of the prologue each, some of them wrong."""
+    """Calls that differ in one part of the prologue, some of them invalid, behave alike in first and repeated calls."""
     generator = np.random.default_rng(0)
     x, weight = (target.to_device(generator.normal(size=s).astype(np.float32)) for s in ((1, 3, 9), (2, 3, 3)))
     a, b, double = (target.to_device(generator.normal(size=3).astype(d)) for d in ("f4", "f4", "f8"))
@@ -344,7 +344,7 @@ def test_a_warm_call_is_a_fresh_call(target):
 
 
 def expected_gradients(grad, arrays, prologue, parameters, axis):
-    """The pullback of conv with a prologue: conv's, then that of the transform; and what it adds up, in magnitude."""
+    """Return the gradients of conv with a prologue: those of conv, taken back through the transformation."""
     scale, shift, activation = prologue
     xs, window = reference.sequence(arrays["x"]), {k: v for k, v in parameters.items() if k != "activation"}
     images = reference.transformed(xs, *prologue, axis=axis)
@@ -391,7 +391,7 @@ def test_pullback_of_integers_is_exact(target, data):
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, ("clip", -0.5, 0.5)], ids=str)
 def test_finite_differences(target, activation):
-    """Every activation, by the definition of a derivative, in float64."""
+    """Gradients of every activation agree with finite differences in float64."""
     generator = np.random.default_rng(3)
     xs = [generator.normal(size=(2, c, 6)) for c in (2, 1)]
     weight, (scale, shift) = generator.normal(size=(2, 3, 3)), generator.normal(size=(2, 3))
@@ -417,7 +417,7 @@ def test_finite_differences(target, activation):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_pullback_of_a_merge(target, dtype):
-    """Twice the same bits; what is not asked for is not there; the arguments' dtypes; against the convolution's."""
+    """Gradients repeat bit for bit, are None unless asked for, have the arguments' dtypes, and agree with conv's."""
     generator = np.random.default_rng(0)
     xs = [target.to_device(generator.normal(size=(3, c, 50)).astype(dtype)) for c in (2, 3)]
     weight = target.to_device(generator.normal(size=(4, 5)).astype(dtype))
@@ -437,7 +437,7 @@ def test_pullback_of_a_merge(target, dtype):
 
 
 def test_sums_in_parts(target):
-    """Channels of so many pixels that several blocks add them, channels-last too, against one another."""
+    """Several blocks sum the many pixels of a channel, and every layout gives the same sums."""
     generator = np.random.default_rng(0)
     x = generator.integers(-2, 3, (2, 3, 40, 50)).astype(np.float32)
     weight = generator.integers(-1, 2, (2, 3, 1, 1)).astype(np.float32)
@@ -463,7 +463,7 @@ def test_sums_in_parts(target):
 @needs_torch
 @pytest.mark.parametrize("groups", [1, 2])
 def test_against_torch(groups):
-    """Batch normalisation at inference, relu, a convolution over several feature maps."""
+    """PyTorch agrees on a batch normalization at inference, relu, and a convolution over several feature maps."""
     import torch
 
     generator = np.random.default_rng(0)

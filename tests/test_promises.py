@@ -1,4 +1,4 @@
-"""What the pages say one can rely on, each sentence that no other file of tests holds."""
+"""Promises of the documentation that no other test file covers, one test per sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GRAD = RNG.standard_normal((16, 8, 36, 36)).astype(np.float32)
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_call_that_ends_while_it_runs(interruption, threads, monkeypatch):
-    """`out` is half written; arguments are as they were, and the next call is as any other."""
+    """An interrupted call leaves `out` half written and its arguments unchanged, and the next call is right."""
     expected, inputs = cupyconv.conv(X, WEIGHT, activation="relu"), (X.copy(), WEIGHT.copy())
     out, store, lock, calls = np.full_like(expected, 7), ConvRun.store, threading.Lock(), []
 
@@ -75,7 +75,7 @@ def test_the_same_call_gives_the_same_bits(name, threads):
 
 @pytest.mark.parametrize("shape", [(748, 256, 2, 4), (7168, 245, 1, 1), (1544, 64, 9, 13), (840, 688, 1, 3)])
 def test_a_lone_product_has_the_same_bits_whatever_ran_before(shape):
-    """BLAS divides a product otherwise for another number of threads, which must not depend on time."""
+    """BLAS splits a product differently for another number of threads, so this number must not depend on timing."""
     channels, outputs, *size = shape
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(s, np.float32) for s in ((1, channels, *size), (outputs, channels, 1, 1)))
@@ -87,12 +87,12 @@ def test_a_lone_product_has_the_same_bits_whatever_ran_before(shape):
     time.sleep(0.05)
     first = lone()
     for _ in range(3):
-        cupyconv.conv(wide, kernels)  # by as many threads as there are
+        cupyconv.conv(wide, kernels)  # on all threads
         np.testing.assert_array_equal(lone(), first)
 
 
 def test_a_call_that_blas_divides_beside_calls_that_hold_it():
-    """Its bits may change, its numbers do not; those of the others do not either, and BLAS has its threads afterwards."""
+    """A call that BLAS splits may change in bits, not in values; concurrent calls keep theirs, and BLAS its threads."""
     rng, done, others = np.random.default_rng(0), threading.Event(), []
     x, weights = rng.standard_normal((3, 8, 512), np.float32), rng.standard_normal((2, 2048, 512), np.float32) / 20
     wide, kernels = np.ones((2, 32, 56, 56), np.float32), rng.standard_normal((32, 32, 3, 3), np.float32)
@@ -116,7 +116,7 @@ def test_a_call_that_blas_divides_beside_calls_that_hold_it():
 
 
 def test_explain_is_a_guard_against_shapes_from_strangers():
-    """Of a call that would take petabytes; nothing of it is allocated."""
+    """Explaining a call that would need petabytes allocates nothing."""
     x = np.broadcast_to(np.float32(0), (1, 1000, 10**6, 10**6))
     plan = cupyconv.explain(cupyconv.conv, x, np.zeros((1000, 1000, 3, 3), np.float32), padding=1)
     assert plan.flops == 2 * 1000 * 1000 * 9 * 10**12
@@ -127,7 +127,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 
 
 def forked_while_another_thread_holds(locks: Iterable[Any], child: Callable[[], Any]) -> int:
-    """The exit status of a child that does this within twenty seconds."""
+    """Return the exit status of a child that runs `child` within twenty seconds, while a thread holds the locks."""
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -153,7 +153,7 @@ def forked_while_another_thread_holds(locks: Iterable[Any], child: Callable[[], 
 
 @needs_fork
 def test_a_child_of_a_fork_while_another_thread_keeps_something():
-    """It would wait for a lock whose holder is not there."""
+    """The child does not wait for a lock whose holder exists only in the parent."""
     layer = cupyconv.ConvLayer(WEIGHT[..., :3, :3], padding=1).packed()
     forms = kept.forms_of(layer.weight)
 
@@ -166,7 +166,7 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
 
 @needs_fork
 def test_a_child_of_a_fork_while_another_thread_works_out_a_property():
-    """Python 3.11 has a lock for each cached property of a class, whose holder is not there: of 200 children one hung."""
+    """Python 3.11 locks each cached property.  Children do not wait for a parent's thread; one of 200 once hung."""
     properties = [*kept._cached_properties()]
     assert {vars(Windows)["span"], vars(Operand)["pixels"]} <= {*properties}
     locks = [getattr(cached, "lock", contextlib.nullcontext()) for cached in properties]
@@ -174,7 +174,7 @@ def test_a_child_of_a_fork_while_another_thread_works_out_a_property():
     assert forked_while_another_thread_holds(locks, call) == 0
 
 
-#: Children that compute what their parent's threads compute at that moment.
+#: A script whose child processes compute what the parent's threads compute at that moment.
 FORKS = """
 import os, threading, warnings
 import numpy as np
@@ -206,6 +206,6 @@ done.set()
     reason="without the GIL a child waits for a dict that a thread had",
 )
 def test_a_child_of_a_fork_while_other_threads_compute():
-    """One thread of BLAS has no locks; of several OpenBLAS's own handler hangs, for `a @ a` too."""
+    """With one thread BLAS has no locks; with several, OpenBLAS's own fork handler hangs, even for `a @ a`."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=100, env=environment)

@@ -1,4 +1,4 @@
-"""What README and docstrings show is what happens: code blocks, commands, figures, examples.  Pages: `test_docs.py`."""
+"""README and docstrings show what happens: code blocks, commands, figures, examples.  Other pages: `test_docs.py`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def test_the_python_blocks_run(capsys):
-    """One after another, as a reader would type them."""
+    """The blocks run one after another, as a reader would type them."""
     namespace: dict[str, object] = {}
     assert len(blocks(README, "python")) == 3
     np.random.seed(0)
@@ -89,7 +89,7 @@ def test_every_path_that_contributing_names_exists():
 
 @pytest.mark.parametrize("page", WRITTEN)
 def test_the_figures_are_the_records(page):
-    """Otherwise: `python -m tests.benchmarks.figures`."""
+    """The figures equal the records; if not, run `python -m tests.benchmarks.figures`."""
     ((found, written),) = [(text, written) for path, text, written in pages() if path == ROOT / page]
     assert found == written
 

@@ -1,4 +1,4 @@
-"""`rnn`, `lstm`, `gru` and single steps of them against the naive definition, PyTorch, and what is promised of them."""
+"""`rnn`, `lstm`, `gru` and their single steps against the naive definition and PyTorch, and their promises."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LAYERS = {"rnn": cupyconv.rnn, "lstm": cupyconv.lstm, "gru": cupyconv.gru}
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Target:
-    """Each target in turn."""
+    """Return each target in turn."""
     return request.param()
 
 
 def full_case(cell: str, **changed: Any) -> RecurrentCase:
-    """Everything a cell can have at once."""
+    """Return a case with everything that a cell can have at once."""
     optional = ("bias_ih", "bias_hh", "h0", *(("c0", "peephole") if cell == "lstm" else ()))
     case = RecurrentCase(
         cell=cell, steps=6, batch=5, inputs=4, hidden=3, direction="bidirectional", dtype="float32", optional=optional,
@@ -68,7 +68,7 @@ def test_every_attribute(target, case):
 @share_of_examples(0.5)
 @given(case=recurrent_cases(dtypes=("float64", "float32", "bfloat16")))
 def test_what_a_gradient_needs(target, case):
-    """Gates before their activations, at x's time, whichever way the direction goes; an lstm's cells."""
+    """Saved gates are the values before their activations, at the time of x, in either direction."""
     arrays = case.arrays()
     function = LAYERS[case.cell]
     views = case.views(arrays, target.to_device, target.xp)
@@ -83,7 +83,7 @@ def test_what_a_gradient_needs(target, case):
     gates = returned[len(plain)]
     wide = "float64" if case.dtype == "float64" else "float32"
     lengths = (case.steps,) * case.batch if case.lengths is None else case.lengths
-    coupled = slice(case.hidden, 2 * case.hidden) if case.input_forget else slice(0, 0)  # f's own are not used
+    coupled = slice(case.hidden, 2 * case.hidden) if case.input_forget else slice(0, 0)  # f's own values are unused
     for n, length in enumerate(lengths):
         actual, wanted = gates[:, :length, n].copy(), expected.gates[:, :length, n].copy()
         actual[..., coupled] = wanted[..., coupled] = 0
@@ -93,7 +93,7 @@ def test_what_a_gradient_needs(target, case):
 @share_of_examples(0.4)
 @given(case=recurrent_cases(directions=("forward",)))
 def test_steps_are_a_sequence(target, case):
-    """One call a step gives what one call for all gives."""
+    """One call per step gives the results of one call for all steps."""
     case = replace(case, lengths=None)
     arrays = case.arrays()
     views = case.views(arrays, target.to_device, target.xp)
@@ -119,7 +119,7 @@ def test_steps_are_a_sequence(target, case):
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_larger_sizes(target, cell, dtype):
-    """Past the blocks of a BLAS or a kernel, by none of which they divide."""
+    """Sizes exceed the blocks of a BLAS or a kernel, and are not multiples of them."""
     case = full_case(
         cell, steps=5, batch=17, inputs=70, hidden=67, dtype=dtype, lengths=tuple(n % 6 for n in range(17)),
         linear_before_reset=True, input_forget=False,
@@ -141,7 +141,7 @@ RECURRENT_SPECIFICATIONS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("specification", [*RECURRENT_SPECIFICATIONS, "sigmoid", "tanh", "softplus", None], ids=str)
 def test_special_values(target, specification, dtype):
-    """Through a step that changes nothing else: not a NaN or an infinity is lost, moved or made."""
+    """Through a step that changes nothing else, no NaN or infinity is lost, moved or created."""
     values = special_values(dtype)
     x, one = target.to_device(values[:, None]), target.to_device(np.ones((1, 1), dtype))
     h = target.to_device(np.zeros((len(values), 1), dtype))
@@ -153,7 +153,7 @@ def test_special_values(target, specification, dtype):
 
 @pytest.mark.parametrize("specification", RECURRENT_SPECIFICATIONS, ids=str)
 def test_derivatives(specification):
-    """By central differences, away from where the functions bend."""
+    """Derivatives agree with central differences away from kinks."""
     resolved = resolve_activation(specification, recurrent=True)
     v = np.array([-7.3, -2.1, -0.8, -0.03, 0.02, 0.6, 1.7, 5.2])
     near = 1e-6
@@ -181,7 +181,7 @@ def test_a_pair_of_activations_is_one_for_each_direction(target):
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_nothing_past_a_length_is_seen(target, cell, direction):
-    """Not a NaN of x there reaches a result, and no bit depends on it."""
+    """A NaN of x past a length reaches no result, and no bit of a result depends on it."""
     case = full_case(cell, direction=direction)
     arrays = case.arrays()
     spoilt = arrays["x"].copy()
@@ -212,7 +212,7 @@ def test_kinds_of_lengths(target, cell):
 
 
 def test_other_lengths_are_checked_again(target):
-    """A call like one before is prepared, but for the values of its lengths."""
+    """A repeated call reuses all its checks except those of the values of lengths."""
     case = full_case("gru")
     views = case.views(case.arrays(), target.to_device, target.xp)
     for lengths, fits in (((6, 0, 3, 1, 6), True), ((1, 1, 1, 1, 7), False), ((2, 2, 2, 2, 2), True)):
@@ -244,7 +244,7 @@ def test_sizes_of_nothing(target, cell, sizes):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_batch_first_is_a_view(target, cell):
-    """With the bits of the same arrays time-first."""
+    """A batch-first view gives the bits of time-first arrays."""
     case = full_case(cell)
     arrays = case.arrays()
     views = case.views(arrays, target.to_device, target.xp)
@@ -313,7 +313,7 @@ def test_the_same_bits_every_time(target, cell):
 
 
 def test_layers_are_calls(target):
-    """The second layer's x is the first one's y, of both directions."""
+    """The second layer's x is the first layer's y, with both directions."""
     first = full_case("gru", dtype="float64")
     second = replace(first, inputs=2 * first.hidden, seed=1)
     arrays, more = first.arrays(), second.arrays()
@@ -328,7 +328,7 @@ def test_layers_are_calls(target):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_warm_call_is_a_fresh_call(target, cell):
-    """Of calls that each differ from one in one thing, some of them wrong."""
+    """Calls that differ from one call in one thing, some of them invalid, behave alike in first and repeated calls."""
     case = full_case(cell)
     views = case.views(case.arrays(), target.to_device, target.xp)
     name = "activation" if cell == "rnn" else "activations"
@@ -353,14 +353,14 @@ def test_a_warm_call_is_a_fresh_call(target, cell):
     assert not isinstance(outcomes[0][0], type) and outcomes[3][0] is ValueError and outcomes[6][0] is TypeError
 
 
-# --- ways to run -------------------------------------------------------------------------------------------------
+# --- implementations ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(("cell", "hidden"), [("rnn", 81), ("lstm", 21), ("gru", 27)])
 def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
-    """As if products were large: blocks of rows, of which the last one ends beyond the gates."""
-    columns = (1 if cell == "gru" else 2) * hidden + 1  # inputs go through one product with the state, but not a gru's
+    """Weights are split into blocks of rows, as for large products, and the last block ends beyond the gates."""
+    columns = (1 if cell == "gru" else 2) * hidden + 1  # inputs share one product with the state, except a gru's
     monkeypatch.setattr("cupyconv.numpy.recurrent_weights.SMALL_PRODUCT", 40 * columns * 5)
     case = full_case(cell, steps=9, inputs=hidden, hidden=hidden, linear_before_reset=direct, lengths=(9, 0, 3, 1, 8))
     arrays = case.arrays()
@@ -383,20 +383,13 @@ def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
     ("steps", "batch", "inputs", "hidden", "dtype", "blocks"),
     [
         (40, 1, 5, 7, "float32", False),  # a small weight, in rows
-        (90, 1, 50, 70, "float64", False),  # inputs apart, by columns
-        (
-            34,
-            5,
-            30,
-            41,
-            "float64",
-            True,
-        ),  # gates that begin within a block, a last block that ends beyond them, c is large
+        (90, 1, 50, 70, "float64", False),  # separate inputs, by columns
+        (34, 5, 30, 41, "float64", True),  # gates start within a block, the last block ends beyond them, c is large
         (300, 2, 3, 4, "float16", False),  # two chunks
     ],
 )
 def test_doubled_gates(steps, batch, inputs, hidden, dtype, blocks, input_forget, monkeypatch):
-    """An lstm whose sigmoids are tanh + 1."""
+    """An lstm that computes its sigmoids as tanh + 1 gives the right results."""
     if blocks:
         monkeypatch.setattr("cupyconv.numpy.recurrent_weights.SMALL_PRODUCT", 40 * (inputs + hidden + 1) * batch)
         monkeypatch.setattr("cupyconv.numpy.recurrent_cells._SMALL_SUM", batch * hidden - 1)
@@ -408,7 +401,7 @@ def test_doubled_gates(steps, batch, inputs, hidden, dtype, blocks, input_forget
     arrays = case.arrays()
     arrays |= {
         name: arrays[name] * 4 for name in ("weight_ih", "weight_hh")
-    }  # some gates are bounded, and nearly closed
+    }  # some gates are clipped, and nearly closed
     cupyconv.clear_caches()
     try:
         for given in (case, replace(case, lengths=lengths), replace(case, clip=None, optional=())):
@@ -437,17 +430,17 @@ def test_memory_is_what_the_plan_says(cell, dtype, limit):
     views, out = case.views(case.arrays()), np.empty((60, 64, 64), dtype)
     with cupyconv.options(workspace_limit=limit):
         plan = cupyconv.explain(FUNCTIONS[cell], **views, lengths=case.lengths, **case.settings)
-        case.call(views, out=out)  # what is kept between calls is there now
+        case.call(views, out=out)  # fills the caches
         peak = peak_bytes(lambda: case.call(views, out=out))
         assert limit is None or plan.workspace_bytes <= limit
     states = 2 * 2 * 64 * 32 * 4
-    of_numpy = 80_000 * plan.steps[0].threads  # Python's objects, and what NumPy takes to walk an array that is cast
+    of_numpy = 80_000 * plan.steps[0].threads  # Python objects, and NumPy's buffers for an array that is cast
     assert peak <= plan.workspace_bytes + states + of_numpy
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_step_allocates_nothing(cell):
-    """Four times the steps, of which as many are in memory at a time, take no byte more."""
+    """Four times the steps, with as many in memory at a time, need no more bytes."""
 
     def case(steps: int) -> RecurrentCase:
         return full_case(cell, steps=steps, batch=128, inputs=8, hidden=64, lengths=None, direction="forward")
@@ -498,7 +491,7 @@ def test_samples_are_split_where_a_step_of_all_is_too_much(limit):
 
 
 def test_a_large_layer_fits_the_usual_limit():
-    """Of weights that are no smaller than the limit no copy is made."""
+    """Weights that are no smaller than the limit are not copied."""
     x, weight_ih, weight_hh = (np.zeros(s, np.float32) for s in ((8, 600, 16), (4096, 16), (4096, 1024)))
     plan = cupyconv.explain(cupyconv.lstm, x, weight_ih, weight_hh)
     assert plan.workspace_bytes <= 16 << 20 and plan.steps[0].copied == ()
@@ -507,7 +500,7 @@ def test_a_large_layer_fits_the_usual_limit():
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("cell", CELLS)
 def test_threads_take_directions_and_samples(cell, threads):
-    """With the same bits every time, whichever thread is first."""
+    """The bits are the same every time, whichever thread is first."""
     case = full_case(
         cell, batch=7, hidden=9, lengths=(6, 0, 3, 1, 6, 2, 5), direction="forward" if threads == 2 else "bidirectional"
     )
@@ -680,7 +673,7 @@ def torch_layer(case: RecurrentCase, layers: int = 1) -> Any:
 
 
 def weights_of(module: Any, layer: int, directions: int) -> list[np.ndarray]:
-    """weight_ih, weight_hh, bias_ih, bias_hh as we take them."""
+    """Return weight_ih, weight_hh, bias_ih and bias_hh in the layout of this library."""
     names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     each = [
         [getattr(module, f"{name}_l{layer}{'_reverse' * d}").detach().numpy() for name in names]
@@ -694,7 +687,7 @@ def weights_of(module: Any, layer: int, directions: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_against_torch(cell, direction, dtype):
-    """Two layers, with lengths as a packed sequence has them."""
+    """PyTorch agrees on two layers, with the lengths of a packed sequence."""
     import torch
 
     case = RecurrentCase(cell=cell, steps=7, batch=4, inputs=5, hidden=6, direction=direction, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Recurrent layers on CUDA by either method: values, tiles, chunks, waiting blocks, graphs, and what plans say.
+"""Recurrent layers on CUDA by either method: values, tiles, chunks, waiting blocks, graphs and plans.
 
-What holds on every target is in test_recurrent.py, where the method is "auto".
+Behaviour that all targets share is tested in test_recurrent.py, with the method "auto".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS = ("step", "persistent")
 
 
 def full_case(cell: str, **changed: Any) -> RecurrentCase:
-    """Everything a cell can have at once; sizes of no whole tile."""
+    """Return a case with everything that a cell can have at once, and sizes that are not whole tiles."""
     optional = ("bias_ih", "bias_hh", "h0", *(("c0", "peephole") if cell == "lstm" else ()))
     case = RecurrentCase(
         cell=cell, steps=4, batch=19, inputs=5, hidden=21, direction="bidirectional", dtype="float32", optional=optional,
@@ -45,7 +45,7 @@ def full_case(cell: str, **changed: Any) -> RecurrentCase:
 
 
 def assert_right(target, case: RecurrentCase, method: str) -> list[np.ndarray]:
-    """The call's results, once they are known to be right."""
+    """Assert that the call's results are right, and return them."""
     arrays = case.arrays()
     actual = case.call(case.views(arrays, target.to_device), method=method)
     expected = case.expected(arrays)
@@ -59,7 +59,7 @@ def assert_right(target, case: RecurrentCase, method: str) -> list[np.ndarray]:
 
 @pytest.fixture
 def choosing(monkeypatch):
-    """A function after which plans have one tile to choose; all is forgotten before and after."""
+    """Return a function that leaves plans one tile to choose; cached calls are dropped before and after."""
 
     def choose(samples: int) -> None:
         def one(dtype, resident, gpu, allow_tf32):
@@ -95,7 +95,7 @@ def test_every_attribute(cuda_target, method):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_persistent_in_other_dtypes(cuda_target, dtype):
-    """Step by step they are in test_recurrent.py."""
+    """The step method is tested in these dtypes in test_recurrent.py."""
     for hidden in (21, 48):
         assert_right(cuda_target, full_case("lstm", dtype=dtype, hidden=hidden), "persistent")
 
@@ -103,7 +103,7 @@ def test_persistent_in_other_dtypes(cuda_target, dtype):
 @pytest.mark.parametrize("batch", [3, 18])
 @pytest.mark.parametrize("cell", CELLS)
 def test_16_bit_states_without_tensor_cores(cuda_target, monkeypatch, cell, batch):
-    """Warps' sums of three gates, in shared memory that is no whole number of them."""
+    """Warps sum three gates in shared memory that is not a multiple of their sums."""
     monkeypatch.setattr(cuda_target.device, "model", known_gpu("sm_75"))
     forget_calls()
     try:
@@ -118,7 +118,7 @@ def test_16_bit_states_without_tensor_cores(cuda_target, monkeypatch, cell, batc
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("method", METHODS)
 def test_states_of_many_blocks(cuda_target, cell, method):
-    """Several blocks along samples and units, and more than one K-slab of the state, the last of them in part."""
+    """States have several blocks along samples and units, and several K-slabs, the last of them partial."""
     assert_right(cuda_target, full_case(cell, batch=35, hidden=138, steps=3, lengths=None, optional=("h0",)), method)
 
 
@@ -136,7 +136,7 @@ def test_large_tiles(cuda_target, choosing, dtype):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tf32_where_it_is_allowed(cuda_target, method):
-    """The same numbers, but for products of factors rounded to 11 bits."""
+    """Results differ only as products of factors rounded to 11 bits do."""
     case = full_case("lstm", hidden=44, lengths=None)
     views = case.views(case.arrays(), cuda_target.to_device)
     with cupyconv.options(allow_tf32=True):
@@ -150,15 +150,15 @@ def test_tf32_where_it_is_allowed(cuda_target, method):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_default_gates_keep_their_digits(cuda_target, dtype):
-    """Sigmoid and tanh to a few ulp of themselves, near 0 and where they saturate, not only of 1."""
+    """Sigmoid and tanh are right to a few ulp of their own values, near 0 and in saturation, not only to ulp of 1."""
     size = np.concatenate([np.geomspace(1e-30, 1, 700), np.linspace(0.5, 0.6, 500), np.linspace(1, 80, 800)])
     parts, exponents = np.frexp(np.concatenate([size, -size]))
-    values = np.ldexp(np.round(parts * 2**11), exponents - 11).astype(dtype)  # of few digits: products by 1 are exact
+    values = np.ldexp(np.round(parts * 2**11), exponents - 11).astype(dtype)  # few digits: products by 1 are exact
     wide = values.astype(np.float64)
     x, one = cuda_target.to_device(values[:, None]), np.ones((1, 1), dtype)
     h0, h1 = (cuda_target.to_device(np.full((len(values), 1), start, dtype)) for start in (0, 1))
     tanh = cupyconv.rnn_step(x, h0, cuda_target.to_device(one), cuda_target.to_device(0 * one))
-    # A gru of which only z is not 0 takes the state 1 to z.
+    # A gru whose only nonzero gate weight is that of z takes the state 1 to z.
     z = cuda_target.to_device(np.array([[0], [1], [0]], dtype))
     sigmoid = cupyconv.gru_step(x, h1, z, cuda_target.to_device(np.zeros((3, 1), dtype)))
     for actual, expected in ((tanh, np.tanh(wide)), (sigmoid, 1 / (1 + np.exp(-wide)))):
@@ -167,7 +167,7 @@ def test_default_gates_keep_their_digits(cuda_target, dtype):
 
 
 def test_16_bit_states_are_not_rounded_between_steps(cuda_target):
-    """A state that grows by 2^-9 a step: rounded to eight bits, it would stay at 1; its tensor core halves keep it."""
+    """A state that grows by 2^-9 per step would stay at 1 in eight bits; its two halves on tensor cores keep it."""
     one = np.ones((8, 8), ml_dtypes.bfloat16)
     x = np.zeros((40, 2, 8), ml_dtypes.bfloat16)
     bias = np.full(8, 2**-9, ml_dtypes.bfloat16)
@@ -181,7 +181,7 @@ def test_16_bit_states_are_not_rounded_between_steps(cuda_target):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_that_overflows_its_16_bits_is_infinite_not_nan(cuda_target, method):
-    """float16's largest doubled goes through a weight of 1: the naive float32 state is beyond float16's range."""
+    """A float32 state beyond float16's range, about twice its largest number, goes through a weight of 1."""
     arrays = [np.full((3, 1, 1), 60000), np.ones((1, 1)), np.ones((1, 1))]
     y, _ = cupyconv.rnn(
         *(cuda_target.to_device(a.astype(np.float16)) for a in arrays), activation="relu", method=method
@@ -204,7 +204,7 @@ def test_lengths_on_the_device_are_clamped(cuda_target, method, dtype):
 
 
 def test_one_step_needs_no_projection_and_no_workspace(cuda_target):
-    """Of cells with one product."""
+    """Cells with one product need neither a projection nor workspace for one step."""
     rng = np.random.default_rng(0)
     for name, gates in (("rnn_step", 1), ("lstm_step", 4), ("gru_step", 3)):
         shapes = [(2, 5), *((2, 7),) * (1 + (gates == 4)), (7 * gates, 5), (7 * gates, 7)]
@@ -218,14 +218,14 @@ def test_one_step_needs_no_projection_and_no_workspace(cuda_target):
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_few_blocks_that_wait(cuda_target, cell):
-    """So few that a race detector knows all their threads; the gru has two barriers a step."""
+    """Blocks are so few that a race detector knows all their threads; the gru has two barriers per step."""
     case = full_case(cell, steps=2, batch=3, hidden=10, direction="forward", lengths=None, linear_before_reset=False)
     assert_right(cuda_target, case, "persistent")
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_the_order_of_blocks_is_free(cuda_target, cell):
-    """The same bits in whatever order blocks and threads run; the gru has two barriers a step."""
+    """The bits are the same in any order of blocks and threads; the gru has two barriers per step."""
     case = full_case(cell, linear_before_reset=False)
     device = cuda_target.device
     try:
@@ -238,7 +238,7 @@ def test_the_order_of_blocks_is_free(cuda_target, cell):
 
 
 def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
-    """On a GPU of eight multiprocessors; each of the blocks goes through five tiles of samples a step."""
+    """On a GPU with eight multiprocessors, each block goes through five tiles of samples per step."""
     case = full_case("lstm", batch=70, lengths=tuple(n % 5 for n in range(70)))
     monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), multiprocessors=8))
     forget_calls()
@@ -254,7 +254,7 @@ def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
 
 @pytest.fixture(params=[True, False], ids=["asked", "launched"])
 def with_room(request, cuda_target, monkeypatch):
-    """A function after which the device has room for few blocks at once, as it says or as only a launch shows."""
+    """Return a function that lets few blocks run at once, which the device either reports or shows only at a launch."""
     device = cuda_target.device
 
     def set_room(blocks: int) -> None:
@@ -268,7 +268,7 @@ def with_room(request, cuda_target, monkeypatch):
 
 
 def test_fewer_blocks_wait_where_the_device_has_room_for_fewer(cuda_target, with_room):
-    """Twice: the second call runs what the first one made."""
+    """Fewer blocks run if the device has space for fewer; the second call reuses what the first one made."""
     with_room(6)
     case = full_case("lstm", batch=70, lengths=tuple(n % 5 for n in range(70)))
     for _ in range(2):
@@ -374,7 +374,7 @@ def test_lengths_of_the_host_cannot_be_captured(cuda_target):
 
 
 def plan_of(cell: str, *, on: str = "sm_90", dtype: Any = np.float32, sizes: tuple[int, ...], **settings: Any) -> Plan:
-    """Of T, N, I, H: no GPU and no array of that size is needed."""
+    """Return the plan for sizes (T, N, I, H); it needs no GPU and no array of that size."""
     steps, batch, inputs, hidden = sizes
     lead = (2,) if settings.get("direction") == "bidirectional" else ()
     rows = {"rnn": 1, "lstm": 4, "gru": 3}[cell] * hidden
@@ -396,7 +396,7 @@ def test_launches_do_not_depend_on_the_batch_and_projections_not_on_the_steps():
         return [type(step).__name__ for step in plan.steps]
 
     assert kinds(125, 256) == kinds(50, 512) == kinds(500, 64) == ["KernelLaunch", "KernelLaunch", "LaunchLoop"]
-    # Small tiles read the weight where it lies.
+    # Small tiles read the weight in place.
     assert kinds(50, 64) == kinds(50, 32) == kinds(25, 64) == ["KernelLaunch", "LaunchLoop"]
 
 
@@ -438,7 +438,7 @@ def test_why_a_weight_does_not_stay(words, settings):
 
 
 def test_float32_is_multiplied_by_tensor_cores_but_for_few_samples():
-    """As three products of TF32, which keep its digits; one, where that was allowed; none without the instructions."""
+    """Products are three of TF32, which keep the digits, one if TF32 is allowed, and none without the instructions."""
     found = {}
     for arch, batch, tf32 in (("sm_90", 2, False), ("sm_90", 128, False), ("sm_90", 128, True), ("sm_75", 128, False)):
         with cupyconv.options(allow_tf32=tf32):
@@ -449,14 +449,14 @@ def test_float32_is_multiplied_by_tensor_cores_but_for_few_samples():
 
 
 def test_where_there_are_no_matrix_instructions_for_a_type():
-    """bfloat16 on sm_75: CUDA cores step, and cuBLAS projects, which explain says no graph captures."""
+    """For bfloat16 on sm_75, CUDA cores step and cuBLAS projects, which `explain` says no graph captures."""
     plan = plan_of("lstm", sizes=(9, 4, 64, 128), dtype=ml_dtypes.bfloat16, on="sm_75", method="step")
     assert dict(plan.steps[-1].launches[0].kernel.macros)["ARITHMETIC"] == "FMA"
     assert any("which no graph captures: sm_75 has no matrix instructions" in note for note in plan.notes)
 
 
 def test_a_loop_is_packed_once(cuda_target, monkeypatch):
-    """As many parameter structs for 40 steps as for 4."""
+    """A loop of 40 steps packs as many parameter structs as a loop of 4."""
     packed: list[int] = []
     original = execution.PackedParameters
 
@@ -478,7 +478,7 @@ def test_a_loop_is_packed_once(cuda_target, monkeypatch):
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_shared_memory_is_what_the_kernel_lays_out(resident):
-    """Stages and partial sums in sizeof; what is resident lies behind them."""
+    """`sizeof` covers stages and partial sums; resident rows are stored behind them."""
     name = "recurrent_persistent" if resident else "recurrent_step"
     tiles = {
         tile: None
@@ -509,7 +509,7 @@ def test_shared_memory_is_what_the_kernel_lays_out(resident):
 )
 @pytest.mark.parametrize("cell", CELLS)
 def test_shared_memory_of_the_gradient_is_what_the_kernel_lays_out(cell, dtype, arch):
-    """Parts of the state's gradient and gates' gradients in sizeof; rows of the weight lie behind them."""
+    """`sizeof` covers parts of the state's gradient and gradients of gates; rows of the weight are behind them."""
     hidden = 100
     geometry = SimpleNamespace(hidden=hidden, gates={"rnn": 1, "lstm": 4, "gru": 3}[cell])
     rows = geometry.gates * recurrent_gradient.UNITS

@@ -1,4 +1,4 @@
-"""Gradients of recurrent layers: against the tape of `reference_recurrent_gradients`, PyTorch, and what a pullback promises."""
+"""Gradients of recurrent layers against the tape of `reference_recurrent_gradients` and PyTorch, and their promises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}
 DEFAULTS = {"rnn": ("tanh",), "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 DIRECTIONS = ("forward", "reverse", "bidirectional")
-#: Smooth ones, ones that bend, ones with parameters, ONNX's own, and none.
+#: Smooth activations, activations with kinks, with parameters, those of ONNX only, and none.
 ACTIVATIONS = (
     "sigmoid", "tanh", "relu", ("leaky_relu", 0.2), "hard_sigmoid", ("elu", 0.7), "softplus", "softsign",
     ("scaled_tanh", 0.8, 1.2), ("affine", 0.5, 0.1), ("thresholded_relu", 0.3), ("clip", -0.7, 0.9), None,
@@ -35,7 +35,7 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole problem; arrays are drawn from `seed`."""
+    """A whole problem; its arrays are drawn from `seed`."""
 
     cell: str = "lstm"
     direction: str = "forward"
@@ -56,7 +56,7 @@ class Layer:
         return 1 + (self.direction == "bidirectional")
 
     def arguments(self) -> dict[str, np.ndarray]:
-        """By name; absent ones left out.  What lies beyond a length is NaN: it takes part in nothing."""
+        """Return the arguments by name, without absent ones.  x is NaN beyond a length, because nothing may read it."""
         rng = np.random.default_rng(self.seed)
         steps, samples, inputs, hidden = self.sizes
         lead = (2,) * (self.directions == 2)
@@ -76,7 +76,7 @@ class Layer:
         return {name: array for name, array in drawn.items() if name in needed}
 
     def arriving(self) -> dict[str, np.ndarray]:
-        """Gradients of the results, by the pullback's names."""
+        """Return gradients of the results, by the names of the pullback's arguments."""
         rng = np.random.default_rng(self.seed + 1)
         steps, samples, _, hidden = self.sizes
         state = (self.directions, samples, hidden)
@@ -90,7 +90,7 @@ class Layer:
         return self.activations or (DEFAULTS[self.cell],) * self.directions
 
     def settings(self) -> dict[str, Any]:
-        """Of the public function."""
+        """Return the settings of the public function."""
         groups: Any = self.groups
         if self.cell == "rnn":
             groups = tuple(group[0] for group in groups)
@@ -114,13 +114,13 @@ def vjp_of(layer: Layer) -> Any:
 
 
 def computed(target: Target, layer: Layer) -> tuple[Any, Any]:
-    """(results, pullback) of the layer on a target."""
+    """Return (results, pullback) of the layer on a target."""
     arrays = {name: on_device(target, array) for name, array in layer.arguments().items()}
     return vjp_of(layer)(**arrays, **layer.settings())
 
 
 def on_device(target: Target, array: np.ndarray) -> Any:
-    """The same strides: a batch-first view stays one."""
+    """Copy an array to the target with its strides, so that a batch-first view stays one."""
     if array.ndim == 3 and not array.flags.c_contiguous:
         return target.to_device(np.ascontiguousarray(array.swapaxes(0, 1))).swapaxes(0, 1)
     return target.to_device(array)
@@ -132,7 +132,7 @@ def gradients_of(target: Target, layer: Layer) -> Any:
 
 
 def assert_right(target: Target, layer: Layer, found: Any) -> None:
-    """Every gradient there is, in its argument's shape and dtype, near the oracle's."""
+    """Assert that every gradient has its argument's shape and dtype, and is close to the reference's."""
     _, expected = layer.expected()
     arguments = layer.arguments()
     for name in Gradients._fields:
@@ -146,7 +146,7 @@ def assert_right(target: Target, layer: Layer, found: Any) -> None:
 
 
 def allowed(layer: Layer) -> float:
-    """Of the largest element: roundings grow through at most a few steps; a 16-bit y is read back rounded."""
+    """Return the error per largest element: few steps amplify roundings, and a 16-bit y is read back rounded."""
     return {8: 1e-12, 4: 1e-5, 2: 8 * float(finfo(np.dtype(layer.dtype)).eps)}[np.dtype(layer.dtype).itemsize]
 
 
@@ -155,7 +155,7 @@ def allowed(layer: Layer) -> float:
 
 @pytest.mark.parametrize("cell", GATES)
 def test_the_oracle_agrees_with_finite_differences(cell):
-    """Of the forward oracle, which shares nothing with the tape: some elements of every argument, moved either way."""
+    """The tape agrees with finite differences of the forward reference, which shares no code with it."""
     layer = Layer(cell, "bidirectional", lengths=(4, 0, 2), clip=0.8, present=frozenset(Gradients._fields),
                   linear_before_reset=cell != "gru", input_forget=True)  # fmt: skip
     arguments = {name: np.nan_to_num(array) for name, array in layer.arguments().items()}
@@ -209,7 +209,7 @@ def layers(draw) -> Layer:
 @share_of_examples(0.5)
 @given(layer=layers(), limit=st.sampled_from([None, None, 6000, 20000]))
 def test_gradients_are_the_oracles(target, layer, limit):
-    if target.name != "numpy":  # a dtype more is a kernel more for each cell
+    if target.name != "numpy":  # each dtype compiles another kernel for each cell
         layer = replace(layer, dtype=np.float64)
     with cupyconv.options(workspace_limit=limit):
         try:
@@ -223,7 +223,7 @@ def test_gradients_are_the_oracles(target, layer, limit):
 @pytest.mark.parametrize("reset_first", [False, True])
 @pytest.mark.parametrize("cell", GATES)
 def test_several_tiles_and_runs(target, cell, reset_first):
-    """More samples and units than one block has, more steps than the workspace holds; lengths in any order."""
+    """Samples and units exceed one block, steps exceed the workspace, and lengths are not sorted."""
     layer = layer_of_many_blocks(cell, reset_first=reset_first)
     _, pullback = computed(target, layer)
     grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
@@ -231,7 +231,7 @@ def test_several_tiles_and_runs(target, cell, reset_first):
     assert_right(target, layer, found)
     small = cell == "rnn"
     limits = [20_000 if small else 50_000]
-    if target.name == "numpy":  # a step of all samples; of half of them
+    if target.name == "numpy":  # one step of all samples, then of half of them
         limits = [40_000 if small else 100_000, 20_000 if small else 60_000]
     for limit in limits:
         with cupyconv.options(workspace_limit=limit):
@@ -244,7 +244,7 @@ def test_several_tiles_and_runs(target, cell, reset_first):
 
 @pytest.fixture
 def on_gpu(cuda_target, monkeypatch):
-    """A function after which the device is another one, with room for so many blocks at once."""
+    """Return a function that replaces the device by another GPU with space for so many blocks at once."""
 
     def change(arch: str, room: int) -> None:
         monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu(arch), room=room))
@@ -256,14 +256,14 @@ def on_gpu(cuda_target, monkeypatch):
 
 
 def layer_of_many_blocks(cell: str, *, reset_first: bool = False, samples: int = 18, **changed: Any) -> Layer:
-    """More samples and units than one block has; lengths in any order."""
+    """Return a layer with more samples and units than one block has, and lengths that are not sorted."""
     lengths = (5, 0, 3, 1, 5, 2) * (samples // 6)
     return Layer(cell, "bidirectional", (5, samples, 3, 20), frozenset(Gradients._fields), clip=1.5,
                  lengths=lengths, linear_before_reset=not reset_first, **changed)  # fmt: skip
 
 
 def kernels_of_gradients(target: Target, layer: Layer) -> list[Any]:
-    """The launches of a pullback that goes back through time, once its gradients have been found right."""
+    """Assert that a pullback's gradients are right, and return its launches that go back through time."""
     _, pullback = computed(target, layer)
     grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
     target.device.log.clear()
@@ -275,7 +275,7 @@ def kernels_of_gradients(target: Target, layer: Layer) -> list[Any]:
 @pytest.mark.parametrize("reset_first", [False, True])
 @pytest.mark.parametrize("cell", GATES)
 def test_blocks_that_wait_take_many_tiles_of_samples(cuda_target, on_gpu, cell, reset_first):
-    """There is room for one row of blocks of both directions, and each goes through three tiles of samples a step."""
+    """One row of blocks fits for both directions, and each block goes through three tiles of samples per step."""
     on_gpu("sm_90", 7)
     dtype = {"rnn": ml_dtypes.bfloat16, "lstm": np.float32, "gru": np.float64}[cell]
     (launch,) = kernels_of_gradients(
@@ -286,7 +286,7 @@ def test_blocks_that_wait_take_many_tiles_of_samples(cuda_target, on_gpu, cell, 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_few_blocks_that_wait(cuda_target, cell):
-    """So few that a race detector knows all their threads; the gru has two barriers a step."""
+    """Blocks are so few that a race detector knows all their threads; the gru has two barriers per step."""
     sizes = 3, 3, 2, 10
     layer = Layer(cell, "forward", sizes, frozenset(Gradients._fields), dtype=np.float32, linear_before_reset=False)
     (launch,) = kernels_of_gradients(cuda_target, layer)
@@ -303,7 +303,7 @@ def test_blocks_that_wait_without_tensor_cores(cuda_target, on_gpu, dtype):
 
 @pytest.mark.parametrize("reset_first", [False, True])
 def test_the_order_of_blocks_is_free(cuda_target, reset_first):
-    """The same bits in whatever order blocks and threads run; what blocks leave for each other is added in their order."""
+    """The bits are the same in any order of blocks and threads, because partial sums are added in block order."""
     layer, device, bits = (
         layer_of_many_blocks("gru", reset_first=reset_first, dtype=np.float32),
         cuda_target.device,
@@ -319,7 +319,7 @@ def test_the_order_of_blocks_is_free(cuda_target, reset_first):
 
 
 def gradient_of_h0(target: Target, weight: np.ndarray, grad: np.ndarray) -> np.ndarray:
-    """Through an rnn without an activation: grad_y of all steps times so many powers of the weight."""
+    """Return h0's gradient through an rnn without activation: grad_y of all steps times powers of the weight."""
     steps, samples, hidden = grad.shape
     x, weight_ih = np.zeros((steps, samples, 1), grad.dtype), np.zeros((hidden, 1), grad.dtype)
     h0 = np.zeros((1, samples, hidden), np.float32)
@@ -331,7 +331,7 @@ def gradient_of_h0(target: Target, weight: np.ndarray, grad: np.ndarray) -> np.n
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_whole_numbers_are_exact_where_blocks_wait(cuda_target, dtype):
-    """Those that float32 holds, of which TF32 alone would lose digits."""
+    """Integers that float32 holds stay exact, although TF32 alone would lose digits of them."""
     rng = np.random.default_rng(0)
     weight = rng.integers(-2, 3, (20, 20)).astype(dtype)
     grad = rng.integers(-2000, 2001, (3, 18, 20)).astype(dtype)
@@ -345,7 +345,7 @@ def test_whole_numbers_are_exact_where_blocks_wait(cuda_target, dtype):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("which", ["weight", "grad"])
 def test_what_is_not_finite_goes_where_it_belongs(cuda_target, which, dtype):
-    """An infinite gradient, or weight, on tensor cores: no other number becomes NaN of it."""
+    """An infinite gradient or weight on tensor cores makes no other number NaN."""
     rng = np.random.default_rng(1)
     weight, grad = (rng.integers(1, 4, shape).astype(dtype) for shape in ((20, 20), (2, 3, 20)))
     (weight if which == "weight" else grad[1])[1, 7] = np.inf
@@ -356,7 +356,7 @@ def test_what_is_not_finite_goes_where_it_belongs(cuda_target, which, dtype):
 @pytest.mark.parametrize("reset_first", [False, True])
 @pytest.mark.parametrize("cell", GATES)
 def test_a_launch_for_each_step(cuda_target, on_gpu, cell, reset_first):
-    """One block at a time is all that there is room for; whole, and in runs."""
+    """Only one block fits at a time, so every step is a launch, with the whole workspace and in runs."""
     on_gpu("sm_90", 1)
     layer = layer_of_many_blocks(cell, reset_first=reset_first)
     _, pullback = computed(cuda_target, layer)
@@ -374,7 +374,7 @@ def test_a_launch_for_each_step(cuda_target, on_gpu, cell, reset_first):
 @pytest.mark.parametrize("activations", [None, (("sigmoid", "tanh", "relu"),)])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
 def test_rows_of_any_length(cuda_target, dtype, activations, hidden):
-    """Of whole 16-byte vectors or not, by default activations or given ones; several slabs of the product."""
+    """Rows are whole 16-byte vectors or not, activations are the default or given, and products have several slabs."""
     layer = Layer(
         "lstm", "forward", (3, 17, 2, hidden), frozenset(Gradients._fields), dtype=dtype, activations=activations
     )
@@ -384,7 +384,7 @@ def test_rows_of_any_length(cuda_target, dtype, activations, hidden):
 @pytest.mark.parametrize("clip", [None, 0.8])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_many_steps_of_doubled_gates(direction, clip):
-    """Where the forward layer has gates in an order of its own."""
+    """Gradients are right if the forward layer has its gates in another order."""
     layer = Layer("lstm", direction, sizes=(40, 3, 2, 3), lengths=(40, 17, 0), clip=clip, input_forget=clip is None)
     assert_right(numpy_target(), layer, gradients_of(numpy_target(), layer))
 
@@ -402,7 +402,7 @@ EVERYTHING = Layer(present=frozenset(Gradients._fields), lengths=(4, 0, 2), dire
 
 @pytest.mark.parametrize("cell", GATES)
 def test_a_pullback_may_be_called_again(target, cell):
-    """The same bits, whichever way the arguments are checked."""
+    """The bits are the same in every call, whichever way the arguments are checked."""
     layer = replace(EVERYTHING, cell=cell)
     _, pullback = computed(target, layer)
     grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
@@ -456,7 +456,7 @@ def test_gradients_beyond_a_length_are_zeros(target):
 
 
 def test_lengths_on_the_device_are_brought_inside(cuda_target):
-    """They are not looked at before the kernels are."""
+    """Nothing reads lengths on the device before the kernels, which clamp them."""
     layer = replace(EVERYTHING, lengths=(4, 0, 2))
     arrays = {name: cuda_target.to_device(np.nan_to_num(array)) for name, array in layer.arguments().items()}
     grads = {name: cuda_target.to_device(array) for name, array in layer.arriving().items()}
@@ -523,7 +523,7 @@ def test_a_failed_allocation_is_tried_with_shorter_runs(cuda_target):
 
 @pytest.mark.parametrize("cell", GATES)
 def test_launches_do_not_depend_on_the_batch(cuda_target, cell):
-    """One for all steps and both directions, after its counters'; then the products."""
+    """One launch serves all steps and both directions, after the one that clears its counters; then come products."""
     kinds = []
     for samples in (2, 20):
         layer = Layer(cell, "bidirectional", (4, samples, 3, 3), linear_before_reset=False)
@@ -539,7 +539,7 @@ def test_launches_do_not_depend_on_the_batch(cuda_target, cell):
 
 
 def test_workspace_is_what_the_plan_says():
-    """Of NumPy's loop, temporaries of activations included."""
+    """NumPy's loop keeps to the workspace, temporaries of activations included."""
     layer = Layer("lstm", "bidirectional", (40, 16, 24, 32), frozenset(Gradients._fields), lengths=(40, 30) * 8)
     _, pullback = computed(numpy_target(), layer)
     grads = layer.arriving()

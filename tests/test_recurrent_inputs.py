@@ -1,4 +1,4 @@
-"""Inputs of recurrent layers that another thread works out ahead: the numbers, the bits, and what goes wrong in either thread."""
+"""Inputs of recurrent layers that another thread computes ahead: values, bits, and errors in either thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recurrent_cases import FUNCTIONS, RecurrentCase
 
 @pytest.fixture
 def many_small_chunks(monkeypatch) -> Iterator[None]:
-    """As if inputs took long, so that steps of small layers have another thread: of seven chunks, two for each buffer."""
+    """Let inputs seem to take long, so that small layers use another thread: seven chunks, two for each buffer."""
     monkeypatch.setattr(recurrent_inputs, "WAKE", -1.0)
     monkeypatch.setattr(recurrent_inputs, "BESIDE_STEPS", 1.0)
     monkeypatch.setattr(recurrent_inputs, "AHEAD_SECONDS", 0.0)
@@ -35,7 +35,7 @@ def bits(result: tuple[np.ndarray | None, ...]) -> tuple[bytes, ...]:
 @pytest.mark.parametrize(("direction", "lengths"), [("forward", None), ("reverse", (7, 0, 3)), ("forward", (5, 1, 0))])
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 def test_inputs_ahead(many_small_chunks, cell, direction, lengths, dtype, monkeypatch):
-    """The same bits every time, and where no thread comes to help."""
+    """The bits are the same every time, also if no thread helps."""
     case = RecurrentCase(
         cell=cell, direction=direction, steps=7, batch=3, inputs=5, hidden=4, dtype=dtype, lengths=lengths,
         optional=("bias_ih", "bias_hh", "h0"),
@@ -47,7 +47,7 @@ def test_inputs_ahead(many_small_chunks, cell, direction, lengths, dtype, monkey
         monkeypatch.setattr(threads._pool, "help_with", lambda job, workers: None)
         results.append(case.call(arrays))
     step = plan.steps[0]
-    # float16 is copied to be multiplied, chunk after chunk in the same memory.
+    # float16 is copied to be multiplied, one chunk after another in the same memory.
     assert (step.ahead, step.threads, step.chunk) == ((3, 1, 1) if dtype == "float32" else (0, 2, 7))
     assert ("inputs ahead" in str(plan)) == (dtype == "float32")
     assert len({bits(result) for result in results}) == 1
@@ -58,7 +58,7 @@ def test_inputs_ahead(many_small_chunks, cell, direction, lengths, dtype, monkey
 
 
 def test_inputs_ahead_fit_the_limit():
-    """A limit without room for buffers has no inputs ahead, and the same numbers."""
+    """With a limit that has no space for buffers, inputs are not computed ahead, and the values are the same."""
     x, weight_ih, weight_hh = (
         np.random.default_rng(0).standard_normal(shape).astype(np.float32) * np.float32(0.1)
         for shape in ((100, 8, 512), (1024, 512), (1024, 256))
@@ -75,7 +75,7 @@ def test_inputs_ahead_fit_the_limit():
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("slow", ["nobody", "inputs", "steps"])
 def test_each_chunk_is_projected_once_before_its_steps(slow, buffers):
-    """Whoever is slow, in a buffer whose steps are done."""
+    """Whichever thread is slow, each chunk goes once to a buffer whose steps are done."""
     rng = np.random.default_rng(0)
     projected: list[int] = []
     advanced: list[int] = []
@@ -98,7 +98,7 @@ def test_each_chunk_is_projected_once_before_its_steps(slow, buffers):
 
 @pytest.mark.parametrize("where", ["prepare", "project 0", "project 3", "project 9", "advance 0", "advance 4"])
 def test_errors_end_both_threads(where):
-    """What is raised in either thread is raised, and nobody waits for it."""
+    """An error in either thread is raised, and no thread waits for it."""
 
     def fail(place: str) -> None:
         if place == where:
@@ -112,7 +112,7 @@ def test_errors_end_both_threads(where):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_interruption_ends_both_threads(number, monkeypatch):
-    """A signal's handler may raise in the caller's thread when that has taken a chunk and has not begun with it."""
+    """A signal handler may raise in the caller's thread after this has taken a chunk and before it works on it."""
     interrupted, begun, advanced = [0], threading.Event(), [0]
 
     class Lock:
@@ -131,7 +131,7 @@ def test_an_interruption_ends_both_threads(number, monkeypatch):
 
     def advance(_: int) -> None:
         advanced[0] += 1
-        while interrupted[0] < number:  # two chunks have buffers beside the first
+        while interrupted[0] < number:  # two chunks have buffers in addition to the first
             time.sleep(1e-4)
 
     def call() -> None:

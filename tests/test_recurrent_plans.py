@@ -1,4 +1,4 @@
-"""Plans of recurrent layers and of their gradients on a GPU: within limits, of as many blocks as it holds at once."""
+"""Plans of recurrent layers and their gradients on a GPU: within limits, with as many blocks as it runs at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cupyconv.problem.recurrence import GATES
 @pytest.mark.parametrize("cell", GATES)
 @pytest.mark.parametrize("limit", [None, 300_000, 150_000])
 def test_recurrent_gradients_keep_the_limit(cell, limit):
-    """Together while all gates fit; then one direction after the other, in runs; and the parts make the whole."""
+    """Directions run together if all gates fit, otherwise one after the other, in runs; the parts make up the whole."""
     sizes = steps, batch, inputs, hidden = (60, 40, 10, 24)
     with cupyconv.options(workspace_limit=limit):
         made = recurrent_gradient_plan(cell, np.float32, sizes, direction="bidirectional")
@@ -56,7 +56,7 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
 
 
 def counts_of(plan: Plan) -> list[int]:
-    """The steps of each of a plan's chunks: none is left out, and none is in two."""
+    """Return the steps of each of a plan's chunks, which cover every step once."""
     counts: list[int] = []
     for step in each_step(plan.steps):
         if isinstance(step, LaunchLoop) or (isinstance(step, KernelLaunch) and step.cooperative):
@@ -66,7 +66,7 @@ def counts_of(plan: Plan) -> list[int]:
             from_end = [sign > 0 for sign in params["sign"]] if back else params["backward"]
             for first, is_last in zip(params["first"], from_end):
                 assert first == (STEPS - begin - count if is_last else begin)
-            if isinstance(step, LaunchLoop):  # back through time the last is the product alone
+            if isinstance(step, LaunchLoop):  # going back in time, the last time is only the product
                 assert (step.times, step.first) == ((count + 1, 0) if back else (count, begin))
             assert back or params["step"] == begin
             counts.append(params["count"])
@@ -74,9 +74,10 @@ def counts_of(plan: Plan) -> list[int]:
 
 
 def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator[tuple[Plan, list[int]]]:
-    """Those that there are, and the steps of their chunks: more than half as many as there is room for, or all.
+    """Yield the plans within the limits and the steps of their chunks: more than half as many as fit, or all.
 
-    More memory is refused nothing that less is granted.  As much as a refusal asks for is enough, and a byte less is not.
+    A larger limit refuses nothing that a smaller one grants.  The bytes that a refusal names are enough; a byte less is
+    not.
     """
     enough, granted, before = None, False, None
     for limit in limits:
@@ -87,7 +88,7 @@ def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator
                 assert not granted and "workspace" in str(refusal)
                 asked = re.search(r"needs (.*?) bytes .*limit is ([\d,]+)", str(refusal))
                 needed, left = (int(number.replace(",", "")) for number in asked.groups()) if asked else (0, 0)
-                enough = limit - left + needed if left else None  # what is converted is not left
+                enough = limit - left + needed if left else None  # conversions have used the rest
                 continue
         granted = True
         check(plan, limit)
@@ -108,7 +109,7 @@ def plans_within(limits: Iterable[int], planned: Callable[[], Plan]) -> Iterator
             planned()
 
 
-#: Of a gru: its reset gate multiplies the state, so that a step has two products, one after the other.
+#: For a gru: its reset gate multiplies the state, so that a step has two products, one after the other.
 TWO = {"linear_before_reset": False}
 STEPS, LIMITS = 11, [int(500 * 1.6**i) for i in range(16)]
 
@@ -130,7 +131,7 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
         assert sum(counts) == STEPS and not any(isinstance(step, GemmCall) for step in each_step(plan.steps))
         projections = sum(launch.purpose == "projection of the inputs" for launch in launches(plan))
         assert projections == directions * len(counts) and plan.reason.count("projected by implicit_gemm") == 1
-        if counts[0] not in chunks:  # what it takes is enough for it
+        if counts[0] not in chunks:  # the plan's own workspace is enough for it
             with cupyconv.options(workspace_limit=sum(buffer.space for buffer in plan.workspace)):
                 assert counts_of(cupyconv.explain(getattr(cupyconv, name), x, *weights, **settings)) == counts
         chunks.add(counts[0])
@@ -140,7 +141,7 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_limits_are_kept_where_cublas_projects_into_the_gates(dtype):
-    """Which takes no workspace: what is left beside the gates may be nothing, and not less."""
+    """cuBLAS needs no workspace: the space that the gates leave may be nothing, but is not negative."""
     arrays = [array(*shape, dtype=as_dtype(dtype)) for shape in ((STEPS, 7, 10), (92, 10), (92, 23))]
     on, counts = "sm_75" if dtype == "bfloat16" else "sm_90", set()
 
@@ -170,7 +171,7 @@ def test_limits_are_kept_where_cublas_projects_into_the_gates(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_projection_moves_its_inputs_its_weight_and_the_gates(dtype):
-    """Of each direction; beside it all that is left of a step is of the states."""
+    """The plan has a projection per direction, and one more launch, which works only on the states."""
     x, weights = array(12, 8, 16, dtype=dtype), [array(2, 96, size, dtype=dtype) for size in (16, 24)]
     plan = cupyconv.explain(cupyconv.lstm, x, *weights, direction="bidirectional", method="step", on="sm_90")
     *projections, _ = launches(plan)
@@ -185,7 +186,7 @@ def test_a_projection_moves_its_inputs_its_weight_and_the_gates(dtype):
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_limit_is_kept_by_gradients_of_layers(cell, direction, dtype):
-    """Both directions are together where all fit."""
+    """Gradients of layers keep every limit, and both directions run together if all fits."""
     sizes, passes, chunks = (STEPS, 7, 10, 23), 1 + (direction == "bidirectional"), set()
     for plan, counts in plans_within(LIMITS, lambda: recurrent_gradient_plan(cell, dtype, sizes, direction=direction)):
         assert sum(counts) == STEPS * passes or counts == [STEPS]
@@ -194,7 +195,7 @@ def test_every_limit_is_kept_by_gradients_of_layers(cell, direction, dtype):
         wholes = {"grad_weight_ih": passes * rows * 10, "grad_weight_hh": passes * rows * 23, "grad_x": STEPS * 7 * 10}
         for name, whole in wholes.items():
             own = sorted((call for call in products if call.c.at.buffer == name), key=lambda call: call.c.at.offset)
-            for beta in range(passes) if name == "grad_x" else (0,):  # a direction adds to what the other has left
+            for beta in range(passes) if name == "grad_x" else (0,):  # a direction adds to the result of the other
                 parts = [(call.c.at.offset // 4, call.m * call.n) for call in own if call.beta == beta]
                 ends = list(accumulate(size for _, size in parts))
                 assert [begin for begin, _ in parts] == [0, *ends[:-1]] and ends[-1] == whole, name
@@ -205,7 +206,7 @@ def test_every_limit_is_kept_by_gradients_of_layers(cell, direction, dtype):
 
 @pytest.mark.parametrize("cell", GATES)
 def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
-    """Or than can leave parts for each other: a launch for each step, and the product that is left."""
+    """If too many blocks must run at once or exchange parts, each step is a launch, and a last product is left."""
     made = recurrent_gradient_plan(cell, np.float32, (60, 4000, 10, 200), direction="bidirectional")
     loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
     assert loops and made.method == "step"
@@ -217,9 +218,9 @@ def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 @pytest.mark.parametrize("hidden", [8, 24])
 def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples, direction, hidden):
-    """All are on the GPU at once; one turn fewer would need more blocks than it has room for; turns are even.
+    """All blocks are on the GPU at once; one turn fewer would need more blocks than fit; turns are even.
 
-    Each tile of samples has a counter, on a line of its own.
+    Each tile of samples has a counter, in a cache line of its own.
     """
     room, directions = known_gpu("sm_90").multiprocessors, 1 + (direction == "bidirectional")
     x = np.broadcast_to(np.float32(0), (20, samples, 4))
@@ -245,7 +246,7 @@ def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples
 
 @pytest.mark.parametrize("kernel", ["recurrent_persistent", "recurrent_gradient_persistent"])
 def test_every_turn_takes_as_long_and_asks_l2_for_as_much(kernel):
-    """However many there are in a step: blocks that wait for each other go through whole tiles."""
+    """However many turns a step has, each costs the same time and L2 bytes, as waiting blocks work on whole tiles."""
     found = []
     for samples in (1600, 8000):
         x, weights = array(20, samples, 4), [array(96, size) for size in (4, 24)]
@@ -261,7 +262,7 @@ def test_every_turn_takes_as_long_and_asks_l2_for_as_much(kernel):
 
 @pytest.mark.parametrize("cell", [*GATES, "gru of two products"])
 def test_blocks_leave_and_take_their_parts_once_for_every_product(cell):
-    """What they leave in one half of the buffer, while they take what is in the other."""
+    """Blocks write parts to one half of the buffer while they read those in the other half."""
     name, _, more = cell.partition(" ")
     settings = TWO if more else {}
     for sizes, direction in (((20, 64, 4, 24), "forward"), ((7, 4160, 4, 40), "bidirectional")):
@@ -275,9 +276,10 @@ def test_blocks_leave_and_take_their_parts_once_for_every_product(cell):
 
 
 def test_a_block_multiplies_for_every_gate_and_every_other_block():
-    """Whether the products of a step are one or two.  Of a lone sample they take longer than what blocks leave for each other.
+    """A block multiplies for every gate and every other block, whether a step has one product or two.
 
-    Launches for each step move as much for two products as for one.
+    Products of a single sample take longer than exchanging parts.  Launches per step move as much for two products as
+    for one.
     """
 
     def work(cell: str, hidden: int, **settings: bool) -> float:
@@ -301,21 +303,21 @@ def test_a_block_multiplies_for_every_gate_and_every_other_block():
 
 
 def test_gradients_of_16_bit_layers_are_products_in_tf32():
-    """Which hold x, h and the weights exactly; not those of float32."""
+    """TF32 holds x, h and the weights of 16-bit layers exactly, but not those of float32."""
     for dtype, compute in (("float16", "tf32"), (np.float32, "float32")):
         made = recurrent_gradient_plan("lstm", dtype, (20, 8, 10, 24))
         assert {step.compute for step in made.steps if isinstance(step, GemmCall)} == {compute}
 
 
 def test_long_16_bit_sequences_are_not_converted():
-    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
+    """Arrays that grow with the steps are widened as they are read; a copy would exceed the limit."""
     made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
     assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
     assert made.workspace_bytes <= 256 << 20
 
 
 def test_sizes_beyond_32_bits_of_recurrent_gradients():
-    """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
+    """cuBLAS counts rows of a product in an int32, so very many steps of very many samples are several runs."""
     with cupyconv.options(workspace_limit=1 << 60):
         made = recurrent_gradient_plan("rnn", np.float32, (5, 1 << 29, 1, 1))
     for step in made.steps:
@@ -327,7 +329,7 @@ def test_sizes_beyond_32_bits_of_recurrent_gradients():
     ("samples", "methods"), [(262_144, {"step", "persistent"}), (1_048_600, {"step", "persistent"})]
 )
 def test_recurrent_layers_of_very_many_samples(samples, methods):
-    """A tile whose blocks are too many for a grid leaves the others; a persistent grid is capped anyway."""
+    """Tiles with too many blocks for a grid are left out; a persistent grid has an upper bound anyway."""
     shapes = (3, samples, 4), (32, 4), (32, 8)
     arrays = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
     for method in methods:
@@ -339,7 +341,7 @@ def test_recurrent_layers_of_very_many_samples(samples, methods):
 @pytest.mark.parametrize("method", ["step", "persistent"])
 @pytest.mark.parametrize("cell", GATES)
 def test_layers_of_no_steps_and_of_too_many(cell, method):
-    """Of none the states are what they were: nothing is projected, and no gates are kept."""
+    """Without steps the states stay as they were: nothing is projected, and there are no gates."""
     weights = array(GATES[cell] * 8, 1), array(GATES[cell] * 8, 8)
     function, settings = getattr(cupyconv, cell), {"method": method, "on": "sm_90"}
     none = cupyconv.explain(function, array(0, 3, 1), *weights, **settings)
@@ -358,7 +360,7 @@ def test_layers_of_no_steps_and_of_too_many(cell, method):
 
 
 def test_a_lone_step_of_two_products_keeps_its_limit():
-    """It has gates and reset states in memory, where others have nothing."""
+    """A single step of two products has gates and reset states in memory; other single steps need none."""
     weights = array(3 * 24, 10), array(3 * 24, 24)
     settings = {"linear_before_reset": False, "method": "step", "on": "sm_90"}
     call = checked_call(cupyconv.gru, array(1, 7, 10), *weights, **settings)
@@ -374,7 +376,7 @@ def test_a_lone_step_of_two_products_keeps_its_limit():
 @pytest.mark.parametrize("cell", GATES)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_places_of_layers_of_few_steps_are_in_their_arrays(cell, method, steps):
-    """Of one step no state is carried to another."""
+    """With one step no state is carried to another."""
     weights = array(GATES[cell] * 24, 10), array(GATES[cell] * 24, 24)
     call = checked_call(getattr(cupyconv, cell), array(steps, 7, 10), *weights, method=method, on="sm_90")
     hold(call.plan(), spans(call))
@@ -382,7 +384,7 @@ def test_places_of_layers_of_few_steps_are_in_their_arrays(cell, method, steps):
 
 @pytest.mark.parametrize(("hidden", "whole"), [(48, 1), (46, 0), (45, 0)])
 def test_states_are_loaded_as_vectors_where_their_rows_are_whole_ones(hidden, whole):
-    """And of kernels of many steps alone there is one for gates that have a bound."""
+    """Rows of whole vectors are loaded as such; only kernels of many steps have a variant for gates with a bound."""
     weights = array(4 * hidden, 10), array(4 * hidden, hidden)
     for method, given in (("step", None), ("persistent", "1")):
         plan = cupyconv.explain(cupyconv.lstm, array(3, 7, 10), *weights, clip=1.0, method=method, on="sm_90")
@@ -392,7 +394,7 @@ def test_states_are_loaded_as_vectors_where_their_rows_are_whole_ones(hidden, wh
 
 
 def test_float64_of_more_samples_than_a_grid_has_blocks_for():
-    """It has one size of tiles, of 16 samples."""
+    """float64 has one size of tiles, of 16 samples."""
     arrays = [np.broadcast_to(0.0, shape) for shape in ((3, 16 * 65535 + 1, 4), (32, 4), (32, 8))]
     with cupyconv.options(workspace_limit=1 << 40):
         with pytest.raises(ValueError, match="1,048,561 samples are more than a grid has blocks for"):
@@ -402,7 +404,7 @@ def test_float64_of_more_samples_than_a_grid_has_blocks_for():
 
 @pytest.mark.parametrize("name", ["x", "grad_y", "weight_hh", "weight_ih", "y", "gates", "h0", "cells"])
 def test_gradients_read_what_is_large_as_it_lies(name):
-    """The rest is in order, or copied."""
+    """Large arrays are read in place; the others are in order, or copied."""
     shapes = {"x": (4, 20, 3), "grad_y": (4, 20, 5), "weight_hh": (1, 20, 5), "weight_ih": (1, 20, 3), "y": (4, 20, 5)}
     shapes |= {"gates": (1, 4, 20, 20), "h0": (1, 20, 5), "cells": (1, 4, 20, 5)}
     plan = recurrent_gradient_plan("lstm", "float32", **{name: array(*shapes[name], order="gaps")})
@@ -411,12 +413,12 @@ def test_gradients_read_what_is_large_as_it_lies(name):
 
 @pytest.mark.parametrize(("dtype", "first"), [("float16", "sm_75"), ("bfloat16", "sm_80"), ("float32", "sm_80")])
 def test_tensor_cores_multiply_states_on_every_gpu_that_has_them(dtype, first):
-    """Gradients multiply in float32; float64 is for CUDA cores."""
+    """Gradients multiply in float32, and float64 uses CUDA cores."""
     expected = {"float16": "MMA", "bfloat16": "MMA", "float32": "TF32X3"}[dtype]
     for name, gpu in KNOWN_GPUS.items():
         found = {tile.arithmetic for resident in (False, True) for tile in recurrent_tiles(dtype, resident, gpu)}
         assert (expected in found) == (gpu.capability >= int(first[3:])), name
-        if expected in found:  # instructions that take three products, and 16 samples, leave few of these to CUDA cores
+        if expected in found:  # instructions of three products for 16 samples leave few samples to CUDA cores
             stays = {tile.arithmetic for tile in recurrent_tiles(dtype, True, gpu)}
             assert stays == {expected} | ({"FMA"} if dtype == "float32" else set())
         assert {tile.arithmetic for tile in recurrent_tiles("float64", True, gpu)} == {"FMA"}
@@ -426,7 +428,7 @@ def test_tensor_cores_multiply_states_on_every_gpu_that_has_them(dtype, first):
 
 @pytest.mark.parametrize("strides", [(0, 48), (0, 49), (9217, 48), "off its boundary"])
 def test_rows_of_a_weight_are_loaded_as_vectors_where_all_begin_on_boundaries(strides):
-    """A load of 16 bytes elsewhere would fault."""
+    """A load of 16 bytes off a boundary would fault."""
     whole = array(2, 192, 49, offset=int(isinstance(strides, str)))
     direction, row = (9216, 48) if isinstance(strides, str) else strides
     weight = as_strided(whole, (2, 192, 48), (4 * direction, 4 * row, 4))
@@ -440,7 +442,7 @@ def test_rows_of_a_weight_are_loaded_as_vectors_where_all_begin_on_boundaries(st
 
 
 def test_rows_that_end_within_a_vector_are_loaded_as_smaller_ones():
-    """What lies behind them is no zeros, though the next row begins on a boundary."""
+    """Memory after a row is not zeros, although the next row starts on a boundary."""
     weight = array(184, 48)[:, :46]
     plan = cupyconv.explain(cupyconv.lstm, array(3, 5, 48), array(184, 48), weight, on="sm_90")
     widths = [dict(launch.params).get("weight_vector", 4) for launch in launches(plan)]

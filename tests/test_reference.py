@@ -1,7 +1,7 @@
-"""The judges are judged: oracle, tolerance and generated cases, against SciPy, np.pad and arithmetic by hand.
+"""Tests of the tests: reference, tolerance and generated cases, against SciPy, np.pad and arithmetic by hand.
 
-An oracle that is wrong in the way the package is wrong would pass everything, so nothing here uses the package, and
-each fact comes from somewhere else than the line it tests.
+A reference with the same mistake as the package would let every test pass.  So nothing here uses the package, and each
+fact comes from another source than the line that it tests.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def integers(*shape: int) -> np.ndarray:
 
 
 def row(*values: float) -> np.ndarray:
-    """A 1-D image or kernel of one channel, (1, 1, size)."""
+    """Return a 1-D image or kernel of one channel, (1, 1, size)."""
     return np.array(values, np.float64)[None, None]
 
 
 def conv_row(x: np.ndarray, weight: np.ndarray, **parameters: Any) -> list[float]:
-    """The one row of a 1-D convolution's result."""
+    """Return the one row of a 1-D convolution's result."""
     return reference.conv(x, weight, **parameters)[0, 0].tolist()
 
 
@@ -102,7 +102,7 @@ def test_padding_of_each_axis_is_its_own() -> None:
         ("constant", [0, 0, 0, 1, 2, 3, 0, 0, 0]),
         ("edge", [1, 1, 1, 1, 2, 3, 3, 3, 3]),
         ("wrap", [1, 2, 3, 1, 2, 3, 1, 2, 3]),
-        ("reflect", [2, 3, 2, 1, 2, 3, 2, 1, 2]),  # the third element passes the size and turns back
+        ("reflect", [2, 3, 2, 1, 2, 3, 2, 1, 2]),  # the third element is beyond the image and is reflected again
         ("symmetric", [3, 2, 1, 1, 2, 3, 3, 2, 1]),
     ],
 )
@@ -163,7 +163,7 @@ def test_non_finite_values_reach_the_outputs_that_read_them() -> None:
 
 
 def sum_over_channels(correlate: Any, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Every sample and output channel as a sum of single-channel correlations."""
+    """Return every sample and output channel as a sum of single-channel correlations."""
     return np.array(
         [[sum(correlate(channel, taps) for channel, taps in zip(image, kernel)) for kernel in weight] for image in x]
     )
@@ -180,7 +180,7 @@ def test_against_scipy_signal(spatial: tuple[int, ...], kernel: tuple[int, ...],
 
 @pytest.mark.parametrize("spatial, kernel", [((9,), (5,)), ((6, 7), (3, 5)), ((4, 5, 6), (3, 3, 1))])
 def test_stride_and_dilation_against_scipy_signal(spatial: tuple[int, ...], kernel: tuple[int, ...]) -> None:
-    """Dilation is correlating with zeros between the taps; stride is keeping every n-th result."""
+    """Dilation is a correlation with zeros between the taps; stride keeps every n-th result."""
     signal = pytest.importorskip("scipy.signal")
     rank = len(spatial)
     stride, dilation = (2, 1, 3)[:rank], (2, 3, 2)[:rank]
@@ -202,7 +202,7 @@ def test_stride_and_dilation_against_scipy_signal(spatial: tuple[int, ...], kern
 def test_against_scipy_ndimage(
     spatial: tuple[int, ...], kernel: tuple[int, ...], ours: str, theirs: str, padding: str
 ) -> None:
-    """SciPy centres an even kernel right of its middle ("same_lower"); an origin of -1 moves it to the left of it."""
+    """SciPy centres an even kernel right of its middle ("same_lower"); an origin of -1 moves it left of its middle."""
     ndimage = pytest.importorskip("scipy.ndimage")
     origin = [-1 if k % 2 == 0 and padding == "same" else 0 for k in kernel]
     x, weight = integers(2, 2, *spatial), integers(3, 2, *kernel)
@@ -248,7 +248,7 @@ def test_col2im_by_hand() -> None:
     # Two windows of two taps over three pixels: the middle pixel is in both.
     columns = np.array([[1.0, 2], [10, 20]])
     assert reference.col2im(columns, (3,), (2,)).tolist() == [[1, 12, 20]]
-    # Padded by one before, the first column's first tap fell on the padding.
+    # With padding of one before, the first column's first tap reads the padding.
     assert reference.col2im(columns, (2,), (2,), padding=((1, 0),)).tolist() == [[12, 20]]
 
 
@@ -383,12 +383,12 @@ def test_onnx_lists_all_befores_first() -> None:
 
 
 def products(dtype: Any, terms: int, results: int = 2000) -> tuple[np.ndarray, np.ndarray]:
-    """Standard normal factors, in `dtype`."""
+    """Return standard normal factors in `dtype`."""
     return generator.standard_normal((2, results, terms)).astype(dtype)
 
 
 def accumulate(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-    """Sum of products, one at a time in `dtype`."""
+    """Return sums of products, accumulated one at a time in `dtype`."""
     total = np.zeros(len(a), dtype)
     for i in range(a.shape[1]):
         total = total + a[:, i].astype(dtype) * b[:, i].astype(dtype)

@@ -1,8 +1,8 @@
-"""The judge of gradients is judged: by hand, by adjoints and finite differences, by SciPy, and by PyTorch where it is.
+"""The gradient reference against results by hand, adjoints, finite differences, SciPy, and PyTorch if it is installed.
 
 As in `test_reference`, nothing here uses the package.  An adjoint identity ties each gradient to the forward function,
-which `test_reference` has tied to SciPy and np.pad; what an identity cannot see (which part of the canvas a transposed
-convolution keeps, which of two equal maxima wins) is worked out by hand.
+which `test_reference` checks against SciPy and np.pad.  An identity does not show which part of the canvas a transposed
+convolution keeps, or which of two equal maxima wins, so these are worked out by hand.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def integers(*shape: int) -> np.ndarray:
 
 
 def row(*values: float) -> np.ndarray:
-    """A 1-D image or kernel of one channel, (1, 1, size)."""
+    """Return a 1-D image or kernel of one channel, (1, 1, size)."""
     return np.array(values, np.float64)[None, None]
 
 
 def inner(a: Any, b: Any) -> complex:
-    """<a, b> = sum of conj(a) b, over all arrays of two lists."""
+    """Return <a, b>, the sum of conj(a) b over all arrays of two lists."""
     return sum(np.vdot(one, other) for one, other in zip(reference.sequence(a), reference.sequence(b)))
 
 
@@ -67,7 +67,7 @@ def test_elements_that_no_window_reaches_have_no_gradient() -> None:
     ],
 )
 def test_padding_modes_fold_back(mode: str, folded: list[float]) -> None:
-    grad = row(1, 2, 4, 8, 16, 32)  # of [_, _, x0, x1, x2, _]
+    grad = row(1, 2, 4, 8, 16, 32)  # for the padded row [_, _, x0, x1, x2, _]
     gradient = reference_gradients.conv_grad_input(grad, row(1), (1, 1, 3), padding=((2, 1),), padding_mode=mode)
     assert gradient.tolist() == [[folded]]
 
@@ -78,7 +78,7 @@ def test_complex_gradients_conjugate_the_other_factor() -> None:
 
 
 def test_the_gradient_of_a_real_argument_is_real() -> None:
-    # y = i x, so <y, i> = x: dy/dx is 1 for grad i, and nothing for grad 1.
+    # y = i x, so <y, i> = x: dy/dx is 1 for grad i, and 0 for grad 1.
     for grad, expected in ((1j, 1), (1, 0)):
         got = reference_gradients.conv_gradients(row(1) * grad, row(5), row(1) * 1j)
         assert got.x.dtype == np.float64 and got.x.item() == expected
@@ -128,7 +128,7 @@ def test_transposed_same_is_size_times_stride() -> None:
 
 
 def test_onnxs_own_example_of_a_given_output_shape() -> None:
-    """The expected values that ONNX's tests publish for strides (3, 2), output_shape (10, 8): zeros at both ends."""
+    """Values are those of ONNX's tests for strides (3, 2), output_shape (10, 8), with zeros at both ends."""
     x, weight = np.arange(9.0).reshape(1, 1, 3, 3), np.ones((1, 2, 3, 3))
     y = reference_gradients.conv_transpose(x, weight, stride=(3, 2), output_shape=(10, 8))
     line = [[0, 0, 1, 1, 3, 2, 2, 0], [3, 3, 7, 4, 9, 5, 5, 0], [6, 6, 13, 7, 15, 8, 8, 0]]
@@ -201,7 +201,7 @@ def test_convolution(case: ConvCase) -> None:
 
 @given(case=transposed_cases(activations=(None,), mixed_dtypes=False, **REAL_OR_COMPLEX))
 def test_transposed_convolution(case: TransposedCase) -> None:
-    """Linear in x and in the weight, so the same two identities; and linear in the bias."""
+    """The function is linear in x and in the weight, so both identities hold again; it is also linear in the bias."""
     arrays = case.arrays()
     bias = arrays.pop("bias")
     y = reference_gradients.conv_transpose(**arrays, **case.parameters)
@@ -217,7 +217,7 @@ def test_transposed_convolution(case: TransposedCase) -> None:
 
 @given(case=transposed_cases(activations=(None,), **FLOAT64))
 def test_transposed_convolution_is_the_input_gradient(case: TransposedCase) -> None:
-    """Of the convolution over the result; where zeros are added at the end it must not find room for more outputs."""
+    """The convolution is that over the result; zeros added at the end must not leave space for more outputs."""
     arrays = case.arrays()
     strides, dilations = (reference.per_axis(value, case.rank) for value in (case.stride, case.dilation))
     ends = [
@@ -248,7 +248,7 @@ def test_linmerge(spatial: tuple[int, ...], factor: complex) -> None:
 
 @given(case=pool_cases(**FLOAT64))
 def test_pooling_is_linear_where_the_maxima_stay(case: PoolCase) -> None:
-    """Scaled by 3, maxima stay where they are: <max_pool(3 x) - max_pool(x), g> = <2 x, gradient>."""
+    """Scaling by 3 leaves maxima in place: <max_pool(3 x) - max_pool(x), g> = <2 x, gradient>."""
     x = case.arrays(integer=True)["x"]
     y = reference_gradients.max_pool(x, **case.parameters)
     grad = [grad_of(one.shape, one.dtype) for one in reference.sequence(y)]
@@ -260,7 +260,7 @@ def test_pooling_is_linear_where_the_maxima_stay(case: PoolCase) -> None:
 # --- finite differences -------------------------------------------------------------------------------------------
 
 RECURRENT_ACTIVATIONS = (("affine", 0.4, -1.0), ("thresholded_relu", 0.5), ("scaled_tanh", 1.7, 0.6), "softsign")
-SMOOTH_POINTS = np.array([-30.0, -7.3, -2.4, -1.1, -0.4, 0.2, 0.7, 1.3, 2.2, 4.9, 6.7, 30.0])  # where nothing bends
+SMOOTH_POINTS = np.array([-30.0, -7.3, -2.4, -1.1, -0.4, 0.2, 0.7, 1.3, 2.2, 4.9, 6.7, 30.0])  # away from kinks
 
 
 @pytest.mark.parametrize("spec", (*ACTIVATIONS, *RECURRENT_ACTIVATIONS), ids=str)

@@ -1,4 +1,4 @@
-"""Faults that were once there, each pinned where the machine at hand can see it."""
+"""Faults that once existed, each with a test that needs no special hardware."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cupyconv.problem.arrays import overlaps_itself
 @pytest.mark.parametrize("extra", [{}, {"bias": np.ones(2)}, {"residual": np.ones((1, 2, 6))}], ids=str)
 @pytest.mark.parametrize("method", ["direct", "gemm"])
 def test_the_only_complex_input_has_no_channels(target, weight_dtype, extra, method):
-    """The result is complex all the same, and every element of it is written."""
+    """The result is complex nevertheless, and every element of it is written."""
     xs = [np.ones((1, 3, 8), np.float32), np.ones((1, 0, 8), np.complex64)]
     weight = np.ones((2, 3, 3), weight_dtype)
     expected = reference.conv(xs, weight, **extra)
@@ -41,7 +41,7 @@ def test_the_only_complex_input_has_no_channels(target, weight_dtype, extra, met
 @pytest.mark.parametrize("method", ["direct", "gemm"])
 @pytest.mark.parametrize("layout", ["stepped", "reversed", "broadcast_first"])
 def test_a_bias_of_any_stride(target, method, layout):
-    """On CUDA it was read as if its elements lay side by side."""
+    """A bias may have any stride; CUDA once read it as if it were contiguous."""
     x, weight = np.ones((1, 2, 8), np.float32), np.ones((4, 2, 3), np.float32)
     bias = constant_where_broadcast(np.arange(4, dtype=np.float32), layout, channel_axis=0)
     moved = [target.to_device(x), target.to_device(weight), with_layout(bias, layout, target.to_device, target.xp)]
@@ -53,7 +53,7 @@ def test_a_bias_of_any_stride(target, method, layout):
 
 
 def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
-    """Blocks that were stored before memory ran out would be added once more."""
+    """A retry would add blocks that were stored before memory ran out a second time."""
     x, weight = np.ones((8, 4, 64, 64)), np.ones((4, 4, 3, 3))
     out = np.ones((8, 4, 62, 62))
     store, calls = ConvRun.store, []
@@ -71,7 +71,7 @@ def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
 
 
 def test_more_outputs_than_a_grid_has_rows(cuda_target):
-    """65,535 is a grid's limit along y; there are more outputs than that, and kernels with a row an output loop."""
+    """A grid has at most 65,535 rows; with more outputs, kernels with one row per output loop over them."""
     x, weight = np.ones((1, 1, 2), np.float32), np.arange(65_600, dtype=np.float32)[:, None]
     moved = cuda_target.to_device(x), cuda_target.to_device(weight)
     for method, activation in (("direct", None), ("gemm", "relu")):
@@ -102,7 +102,7 @@ def test_threads_that_ask_first_together_get_one_backend(monkeypatch):
 
 
 def test_a_finalizer_that_asks_for_a_backend_while_it_is_made_gets_the_same(monkeypatch):
-    """It waited for ever for the lock of its own thread."""
+    """The finalizer once waited forever for the lock of its own thread."""
     found = []
 
     def make(ordinal):
@@ -134,7 +134,7 @@ def test_a_stride_beyond_the_kernels_integers_is_refused(target):
 
 @pytest.mark.parametrize("size, outputs", [(2**61, 1), (2**80, 1), (2**80, 0)])
 def test_a_result_of_more_bytes_than_addresses_is_refused(target, size, outputs):
-    """The array library's own words named no argument, and on CUDA an OverflowError came before them."""
+    """The error names `out`; the array library's error named no argument, and CUDA raised OverflowError before it."""
     x, weight = target.to_device(np.ones((1, 2, 5))), target.to_device(np.ones((2, outputs, 3)))
     for function in (cupyconv.conv_transpose, partial(cupyconv.explain, cupyconv.conv_transpose)):
         with pytest.raises(ValueError, match=rf"out would have shape \(1, {outputs}, {size}\): .* more than the"):
@@ -144,7 +144,7 @@ def test_a_result_of_more_bytes_than_addresses_is_refused(target, size, outputs)
 
 
 def test_a_gradient_of_max_pool_has_the_byte_order_of_its_argument():
-    """As those of all other functions."""
+    """A gradient of max_pool has its argument's byte order, as the gradients of all other functions do."""
     xs = [np.ones((1, 1, 4), dtype) for dtype in (">f4", "<f4", ">f8")]
     ys, pullback = cupyconv.vjp(cupyconv.max_pool, xs, 2)
     assert all(y.dtype.isnative for y in ys)
@@ -160,7 +160,7 @@ def test_byte_order_widens_nothing():
 
 
 def test_a_complex_image_with_a_real_weight_keeps_within_cublas(target):
-    """Read as real numbers its rows are twice as long, which counts against the int32 leading dimension."""
+    """Rows of a complex image are twice as long as real numbers, and must fit cuBLAS's int32 leading dimension."""
     pixels = 700_000_000
     x = np.lib.stride_tricks.as_strided(np.ones(1, np.complex64), (1, 2, pixels), (16 * pixels, 8 * pixels, 8))
     plan = cupyconv.explain(cupyconv.conv, x, np.ones((64, 2, 1), np.float32), on="sm_90", method="gemm")
@@ -177,13 +177,13 @@ def test_a_page_with_a_preamble_stays_short():
 
 @pytest.mark.parametrize("mode", ["reflect", "symmetric", "edge", "wrap"])
 def test_borders_are_gathered_small(mode):
-    """Borders along one axis are cut to the block along the others before they are gathered."""
+    """Borders along one axis are cut to the block along the other axes before they are gathered."""
     x, weight = np.ones((1, 64, 4, 128, 128), np.float32), np.ones((4, 64, 3, 3, 3), np.float32)
     with cupyconv.options(workspace_limit=1 << 20):
-        out = cupyconv.conv(x, weight, padding=1, padding_mode=mode)  # what is kept between calls is there now
+        out = cupyconv.conv(x, weight, padding=1, padding_mode=mode)  # fills the caches
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, padding_mode=mode)
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=1, padding_mode=mode, out=out))
-    assert peak <= plan.workspace_bytes + 1_000_000  # where a whole plane was gathered, 4 million
+    assert peak <= plan.workspace_bytes + 1_000_000  # gathering a whole plane used 4 million
 
 
 WEIGHT_OF_16_BITS = np.random.default_rng(0).integers(-1, 2, (32, 32, 3, 3)).astype(np.float16)
@@ -197,7 +197,7 @@ WEIGHT_OF_16_BITS = np.random.default_rng(0).integers(-1, 2, (32, 32, 3, 3)).ast
     ],
 )
 def test_a_weight_that_alone_passes_the_limit_once_widened(function, oracle, x, arguments):
-    """float16 weights of more than the limit as float32 were refused by every method, by default from 16 MiB on."""
+    """Every method once refused float16 weights that exceed the limit as float32, by default from 16 MiB on."""
     x = np.random.default_rng(1).integers(-1, 2, x).astype(np.float16)
     limit, widened = 32_000, 2 * WEIGHT_OF_16_BITS.nbytes
     with cupyconv.options(workspace_limit=limit):
@@ -215,7 +215,7 @@ def test_recurrent_weights_that_alone_pass_the_limit_once_widened():
 
 
 def test_16_bit_sums_of_col2im_keep_within_the_limit():
-    """They were those of a whole sample."""
+    """Workspace for 16-bit sums of col2im keeps within the limit; it was once that of a whole sample."""
     columns = np.ones((2, 5 * 3, 98), np.float16)
     with cupyconv.options(workspace_limit=1000):
         plan = cupyconv.explain(cupyconv.col2im, columns, 100, 3)
@@ -226,7 +226,7 @@ def test_16_bit_sums_of_col2im_keep_within_the_limit():
 
 @pytest.mark.parametrize("limit", [16 << 20, 24 << 20, 30 << 20])
 def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
-    """It has fewer samples, and thought of the memory for the images of the others as its own."""
+    """The last chunk has fewer samples, and once took the memory for the other chunks' images as its own."""
     x = np.ones((50, 8, 100, 7), np.complex64)
     layers = [cupyconv.ConvLayer(np.ones(s, np.complex64), padding=1) for s in ((300, 8, 3, 3), (48, 300, 3, 1))]
     with cupyconv.options(workspace_limit=limit):
@@ -237,7 +237,7 @@ def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
 
 
 def test_a_single_step_of_a_gru_keeps_within_the_limit():
-    """Reset before its product it takes two launches and what lies between them, whatever the limit was."""
+    """A GRU step with reset before its product has two launches and a buffer, which once ignored the limit."""
     arrays = [np.ones(shape, np.float32) for shape in ((64, 8), (64, 32), (96, 8), (96, 32))]
     needed = cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90").workspace_bytes
     assert needed > 0
@@ -249,7 +249,7 @@ def test_a_single_step_of_a_gru_keeps_within_the_limit():
 
 
 def test_a_merge_of_empty_fields_is_empty(target):
-    """It was refused, with words about a kernel."""
+    """Merging inputs of size 0 gives an empty result; it was once refused, with an error about a kernel."""
     xs = [target.to_device(np.ones((2, c, 5, 0), np.float32)) for c in (3, 1)]
     weight = target.to_device(np.ones((4, 4), np.float32))
     y, pullback = cupyconv.vjp(cupyconv.linmerge, xs, weight, activation="relu")
@@ -263,7 +263,7 @@ def test_a_merge_of_empty_fields_is_empty(target):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_of_no_outputs(target, groups):
-    """A division by zero; and a result that could not be written, where the weight is complex."""
+    """Gradients without outputs once divided by zero, or could not be written if the weight was complex."""
     grad, x = np.ones((1, 0, 4), np.float32), np.ones((1, 4, 6), np.float32)
     gradient = cupyconv.conv_grad_weight(target.to_device(grad), target.to_device(x), (3,), groups=groups)
     assert gradient.shape == (0, 4 // groups, 3)
@@ -274,7 +274,7 @@ def test_gradients_of_no_outputs(target, groups):
 
 @pytest.mark.parametrize("method", ["auto", "direct", "gemm", "winograd", "fft"])
 def test_whatever_has_no_elements_has_a_result_by_every_method(method):
-    """Samples, channels in and out, groups, stride: zeros where nothing is added up, or refused with a reason."""
+    """Without samples, channels or outputs a result is zeros if nothing is summed, or is refused with a reason."""
     for samples, inputs, outputs, groups, stride in product((0, 1), (0, 2), (0, 2), (1, 2), (1, 2)):
         x = np.ones((samples, inputs * groups, 5, 4), np.float32)
         weight = np.ones((outputs * groups, inputs, 1, 3), np.float32)
@@ -306,7 +306,7 @@ def test_zeros_of_either_sign_are_different_settings(target):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_a_step_without_inputs(target, dtype):
-    """CuPy gives an empty array no memory, and a null address says to a kernel that the inputs are projected already."""
+    """CuPy gives an empty array a null address, which tells a kernel that the inputs are already projected."""
     rng = np.random.default_rng(0)
     shapes = (4, 0), (4, 3), (9, 0), (9, 3)
     x, h, w, r = [target.to_device(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
@@ -317,7 +317,7 @@ def test_a_step_without_inputs(target, dtype):
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 def test_a_sequence_of_no_steps_reads_no_inputs(target, cell):
-    """On CUDA the kernel multiplied inputs that are not there, by weights, for a result that nobody stored."""
+    """The CUDA kernel once multiplied missing inputs by weights, for a result that was not stored."""
     rows = {"rnn": 2, "lstm": 8, "gru": 6}[cell]
     shapes = (0, 3, 4), (rows, 4), (rows, 2)
     x, w, r, h0 = [target.to_device(np.ones(shape, np.float32)) for shape in (*shapes, (1, 3, 2))]
@@ -344,7 +344,7 @@ def test_a_sequence_of_no_steps_reads_no_inputs(target, cell):
     ids=str,
 )
 def test_an_infinite_weight_is_no_part_of_what_it_does_not_reach(x, weight, settings, value, dtype):
-    """Zeros were put where the transposed convolution has no term, and zero times infinity is NaN."""
+    """Zeros once stood in for terms that a transposed convolution does not have; zero times infinity is NaN."""
     rng = np.random.default_rng(0)
     x, weight = (rng.integers(1, 3, shape).astype(dtype) for shape in (x, weight))
     weight[(*(0,) * (weight.ndim - 1), -1)] = value
@@ -359,7 +359,7 @@ def test_an_infinite_weight_is_no_part_of_what_it_does_not_reach(x, weight, sett
 
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name], ids=str)
 def test_a_transposed_convolution_and_its_activation_keep_within_the_limit(activation):
-    """gelu and mish took two arrays like the one they are of."""
+    """gelu and mish once used two more arrays of the size of their input."""
     x, weight, limit = np.ones((2, 16, 40, 40), np.float32), np.ones((16, 16, 3, 3), np.float32), 1 << 20
     with cupyconv.options(workspace_limit=limit):
         out = cupyconv.conv_transpose(x, weight, stride=2, activation=activation)
@@ -368,7 +368,7 @@ def test_a_transposed_convolution_and_its_activation_keep_within_the_limit(activ
 
 
 def test_the_commit_of_a_bench_is_that_of_its_own_repository(tmp_path):
-    """An installed copy recorded the commit of whatever repository surrounded its environment."""
+    """An installed copy once recorded the commit of the repository that surrounded its environment."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     tracked, installed = tmp_path / "tracked.py", tmp_path / "venv" / "machines.py"
     installed.parent.mkdir()
@@ -388,7 +388,7 @@ def test_the_commit_of_a_bench_is_that_of_its_own_repository(tmp_path):
     [
         ((2, 3), (12, 4), False),
         ((2,), (4,), False),
-        ((2,), (3,), True),  # by a byte
+        ((2,), (3,), True),  # they overlap by a byte
         ((1, 2), (1, 4), False),
         ((2, 2), (4, -8), False),
         ((2, 3), (4, 8), False),

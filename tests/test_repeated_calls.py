@@ -1,4 +1,4 @@
-"""`call.repeated`: calls of the same weight and settings are those of the function, checked once, with what they keep."""
+"""`call.repeated`: repeated calls of one weight and settings give the function's results, and are checked once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def integers(*shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize("weight, settings", [
-    ((8, 4, 3, 3), {"padding": 1, "method": "gemm"}),  # columns, or MEC's
+    ((8, 4, 3, 3), {"padding": 1, "method": "gemm"}),  # columns, or MEC columns
     ((48, 32, 3, 3), {"padding": 1, "method": "winograd"}),
     ((6, 1, 3, 3), {"padding": 1, "groups": 6}),  # Toeplitz matrices
     ((6, 1, 1, 9), {"groups": 6}),
@@ -27,7 +27,7 @@ def integers(*shape, dtype=np.float32):
     ((4, 4, 9, 9), {"padding": "same", "method": "fft"}),
 ])  # fmt: skip
 def test_the_result_is_the_functions(weight, settings):
-    """Also of other images, and of other sizes in turn; winograd and fft round."""
+    """Results equal the function's, also for other images and alternating sizes; winograd and fft round."""
     w, bias = integers(*weight), integers(weight[0])
     channels = weight[1] * settings.get("groups", 1)
     call = RepeatedCall(cupyconv.conv, {"weight": w, "bias": bias, "activation": "relu", **settings})
@@ -43,7 +43,7 @@ def test_the_result_is_the_functions(weight, settings):
 
 
 def test_lists_and_residuals_are_found_by_their_names():
-    """A residual that was the image at first need not be so later."""
+    """A residual that is the image in one call may be another array in the next."""
     w = integers(4, 4, 1, 1)
     call = RepeatedCall(cupyconv.conv, {"weight": w})
     a, b, residual = integers(2, 2, 8, 8), integers(2, 2, 8, 8), integers(2, 4, 8, 8)
@@ -54,7 +54,7 @@ def test_lists_and_residuals_are_found_by_their_names():
 
 
 def test_calls_are_told_apart_by_what_they_are_given():
-    """The same arrays in the same order by other names, or in a list: another call; one that is None is not there."""
+    """The same arrays under other names, or in a list, are another call; an argument that is None is absent."""
     call = RepeatedCall(cupyconv.conv, {"weight": integers(4, 4, 3, 3), "padding": 1, "method": "gemm"})
     x, other, halves = integers(1, 4, 6, 6), integers(1, 4, 6, 6), [integers(1, 2, 6, 6), integers(1, 2, 6, 6)]
     added = call(residual=other, x=x) - call(residual=None, x=x)
@@ -68,7 +68,7 @@ def test_calls_are_told_apart_by_what_they_are_given():
 
 
 def test_a_layout_is_checked_once(monkeypatch):
-    """Of two sizes in turn each; and of a weight that is given each time nothing is said to be kept."""
+    """Alternating sizes are checked once each; a weight that is given with each call is not constant."""
     w, checked = integers(4, 4, 3, 3), []
     whole = RepeatedCall.checked
     monkeypatch.setattr(RepeatedCall, "checked", lambda self, **given: checked.append(1) or whole(self, **given))
@@ -82,7 +82,7 @@ def test_a_layout_is_checked_once(monkeypatch):
 
 def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
     w, x = RNG.normal(size=(64, 64, 3, 3)).astype(np.float32), RNG.normal(size=(1, 64, 40, 40)).astype(np.float32)
-    first = cupyconv.conv(x, w, method="winograd")  # from here on it is known how many threads BLAS has
+    first = cupyconv.conv(x, w, method="winograd")  # from here on BLAS's number of threads is known
     made = []
     of_run = ConvRun._arranged
     monkeypatch.setattr(ConvRun, "_arranged", lambda run, weight: made.append(1) or of_run(run, weight))
@@ -95,12 +95,12 @@ def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
     assert len(made) == 3
     plan, plain = call.checked(x=x).plan(), cupyconv.explain(cupyconv.conv, x, w, method="winograd")
     assert sum(step.kept_bytes for step in plan.steps) == 4 * 36 * 64 * 64
-    assert plan.workspace_bytes == plain.workspace_bytes - 4 * (36 + 9) * 64 * 64  # and of the taps that it is made of
+    assert plan.workspace_bytes == plain.workspace_bytes - 4 * (36 + 9) * 64 * 64  # without the taps too
     assert plan.steps[0].seconds < plain.steps[0].seconds
 
 
 def test_no_more_is_kept_than_stated(monkeypatch):
-    """A weight of float16 has a copy to be computed with; where that is too large, each run has its own."""
+    """A float16 weight has a copy for products; if the copy is too large to cache, each run makes its own."""
     x, w = integers(1, 4, 8, 8, dtype=np.float16), integers(4, 4, 3, 3, dtype=np.float16)
     for bound, kept in ((convolution.KEPT_CONSTANT, True), (100, False)):
         monkeypatch.setattr(convolution, "KEPT_CONSTANT", bound)

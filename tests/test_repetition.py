@@ -1,7 +1,7 @@
-"""A call like one before: it gives what the first would give, refusals included, and does nothing twice.
+"""A call like an earlier one gives what a first call would give, refusals included, and does no work twice.
 
-What is compared is a *fresh* call, made after everything has been forgotten, with a *warm* one, made while all calls of
-the sequence are remembered.  A key that leaves something out shows as a warm call that answers for another.
+The tests compare a *fresh* call, made after all caches are cleared, with a *warm* one, made while all calls of the
+sequence are cached.  If a cache key omits something, a warm call returns the result of another call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def nothing_is_remembered() -> Iterator[None]:
 
 
 def outcome(target: Target, call: Callable[[], Any]) -> Outcome:
-    """All that a caller sees of a call's result, or of its refusal."""
+    """Return all that a caller sees of a call's result, or of its refusal."""
     try:
         y = call()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -58,7 +58,7 @@ def outcome(target: Target, call: Callable[[], Any]) -> Outcome:
 
 
 def assert_warm_is_fresh(target: Target, calls: list[Callable[[], Any]]) -> list[Outcome]:
-    """Every call has the same outcome whichever of the others are remembered; gives the outcomes."""
+    """Assert that every call has the same outcome whichever others are cached; return the outcomes."""
     fresh = []
     for call in calls:
         forget_calls()
@@ -74,7 +74,7 @@ def assert_warm_is_fresh(target: Target, calls: list[Callable[[], Any]]) -> list
 
 
 def case_calls(target: Target, case: ConvCase, **extra: Any) -> list[Callable[[], Any]]:
-    """The case's call, and calls that each differ from it in one thing, some of them wrong."""
+    """Return the case's call, and calls that each differ from it in one thing, some of them invalid."""
     views = case.views(case.arrays(), target.to_device, target.xp)
     given = {**views, **case.parameters, **extra}
 
@@ -134,7 +134,7 @@ def test_a_warm_call_is_a_fresh_call_on_cuda(cuda_target, case):
 @share_of_examples(0.15)
 @given(case=conv_cases(dtypes=("float32",), mixed_dtypes=False), data=st.data())
 def test_layouts_are_told_apart(target, case, data):
-    """The same problem with its arrays laid out in other ways, in and out of alignment."""
+    """The same problem in other layouts and alignments gives the same result, by separate entries of the cache."""
     layouts = ("c_order", "unaligned", "window", "reversed", "channels_last", "stepped")
     cases = [
         replace(case, layouts=(layout,) * len(case.channels), weight_layout=data.draw(st.sampled_from(layouts)))
@@ -146,7 +146,7 @@ def test_layouts_are_told_apart(target, case, data):
 
 
 def test_every_function_comes_this_way(target):
-    """Without a batch axis, channels-last, with more spatial axes than kernels have, copied where it must be."""
+    """Calls have no batch axis, are channels-last, have more spatial axes than kernels, or need copies."""
     rng = np.random.default_rng(0)
 
     def array(*shape: int) -> Any:
@@ -155,7 +155,7 @@ def test_every_function_comes_this_way(target):
     x, weight, columns = array(2, 3, 8, 7), array(4, 3, 3, 3), array(2, 27, 30)
     last = array(2, 8, 7, 3).transpose(0, 3, 1, 2)
     deep, matrix, deep_out = array(1, 3, 2, 4, 2, 3, 2), array(5, 6), array(1, 5, 2, 4, 2, 3, 2)
-    broken = array(1, 3, 4, 4, 2, 3, 2)[:, :, ::2]  # its leading spatial axes have no one stride
+    broken = array(1, 3, 4, 4, 2, 3, 2)[:, :, ::2]  # its leading spatial axes have no common stride
     broken_out = array(1, 5, 4, 4, 2, 3, 2)[:, :, ::2]
     bias, residual, out = array(4), array(2, 4, 6, 5), array(2, 4, 6, 5)
     calls: list[Callable[[], Any]] = [
@@ -198,7 +198,7 @@ def test_what_python_calls_equal_is_still_refused(target, right, wrong):
 
 
 def test_an_out_is_looked_at_every_time(target):
-    """Its layout is remembered; where it lies, and whether it may be written, is not."""
+    """The layout of `out` is cached; its address, and whether it is writable, are checked in every call."""
     memory = target.to_device(np.ones((2, 2, 3, 8), np.float32))
     x, weight = memory[0], target.to_device(np.ones((3, 3, 1), np.float32))
     cupyconv.conv(x[:, :, :4], weight, out=memory[1, :, :, :4])
@@ -206,12 +206,12 @@ def test_an_out_is_looked_at_every_time(target):
         with pytest.raises(ValueError, match="out overlaps x"):
             cupyconv.conv(x[:, :, :4], weight, out=overlapping)
     interleaved = memory.reshape(2, 2, 3, 4, 2)
-    for _ in range(2):  # spans that meet, elements that do not
+    for _ in range(2):  # spans that overlap, elements that do not
         cupyconv.conv(interleaved[0, ..., 0], weight, out=interleaved[0, ..., 1])
 
 
 def test_each_out_of_several_is_looked_at_every_time():
-    """The second of them too; and the residual that an out may be is that of a chain's last layer."""
+    """Every `out` of several is checked in each call; in a chain, `out` may be the residual of the last layer."""
     x, w_ih, w_hh = np.ones((3, 2, 4)), np.ones((4, 4)), np.ones((4, 4))
     y, h = np.zeros((3, 2, 4)), np.zeros((1, 2, 4))
     for out in ((y, h), (y, h)):
@@ -243,14 +243,14 @@ def test_byte_orders_are_told_apart():
 
 
 def test_equal_values_of_other_types_are_told_apart():
-    """And 0.0 from -0.0, alone and inside tuples."""
+    """Equal values of different types have different keys, also 0.0 and -0.0, alone and inside tuples."""
     values = (0.0, -0.0, 0, False, None, "0.0", "0", np.int64(0), np.int32(0), (), ((),), (0,), [0])
     assert len({repetition._typed((value,)) for value in values}) == len(values)
     assert len({repetition._typed((("leaky_relu", value),)) for value in values}) == len(values)
 
 
 def test_a_list_that_changed_is_read_anew(target):
-    """The very same object, of another value: also one within a tuple."""
+    """The same object with another value is read again, also if it is inside a tuple."""
     x, weight = (target.to_device(np.ones(s, np.float32)) for s in ((1, 2, 6, 6), (2, 2, 2, 2)))
     stride, pads = [1, 1], [0, 0]
     for height in (5, 3):
@@ -263,7 +263,7 @@ def test_a_list_that_changed_is_read_anew(target):
 
 
 def test_the_same_array_in_another_place_is_told_apart(target):
-    """As bias or residual, as residual or out: the same arrays in the same order, another call."""
+    """The same arrays in the same order are another call as bias or residual, or as residual or `out`."""
     x, weight, square = (target.to_device(np.ones(s, np.float32)) for s in ((1, 2, 2), (2, 2, 1), (1, 2, 2)))
     vector = target.to_device(np.ones(2, np.float32))
     residual = cupyconv.conv(x, weight, residual=square)
@@ -278,7 +278,7 @@ def test_the_same_array_in_another_place_is_told_apart(target):
 
 
 def test_functions_are_told_apart():
-    """Two that take the same arguments."""
+    """Two functions that have the same arguments have separate entries in the cache."""
 
     def check_with_stride_two(given: Any, **settings: Any) -> Any:
         return check_conv(given, **{**settings, "stride": 2})
@@ -292,7 +292,7 @@ def test_functions_are_told_apart():
 
 
 def test_a_call_for_a_gradient_is_told_apart():
-    """It returns what the gradient needs too."""
+    """A call for a gradient has its own entry in the cache, because it also returns what the gradient needs."""
     arguments = dict(bound(cupyconv.conv, (np.ones((1, 2, 6)), np.ones((2, 2, 2))), {"activation": "gelu"}))
     for _ in range(2):
         assert CONV(dict(arguments)).shape == (1, 2, 5)
@@ -300,7 +300,7 @@ def test_a_call_for_a_gradient_is_told_apart():
 
 
 def test_an_address_out_of_alignment_gets_its_own_kernel(cuda_target):
-    """16-byte vectors where every image allows them; four bytes further on, single elements."""
+    """Vectors have 16 bytes if every image allows that; an address four bytes further allows single elements."""
     memory = cuda_target.to_device(np.ones(1 + 2 * 64, np.float32))
     weight, out = (cuda_target.to_device(np.ones(s, np.float32)) for s in ((2, 2), (1, 2, 64)))
     for first, width in ((0, "4"), (1, "1"), (0, "4")):
@@ -312,7 +312,7 @@ def test_an_address_out_of_alignment_gets_its_own_kernel(cuda_target):
 
 
 def test_arrays_of_a_subclass_take_the_long_way():
-    """A masked array is refused although a plain one of its layout is remembered."""
+    """A masked array is refused although a plain one of its layout is cached."""
     x, weight = np.ones((1, 2, 5)), np.ones((2, 2, 1))
     cupyconv.conv(x, weight)
     cupyconv.conv([x[:, :1], x[:, 1:]], weight)
@@ -358,7 +358,7 @@ def null_device(monkeypatch) -> NullDevice:
 @pytest.mark.parametrize("with_out", [False, True])
 @pytest.mark.parametrize("number", range(6))
 def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, number, with_out):
-    """No check, no plan, no compilation, no packing: memory for the result and workspace, and the steps."""
+    """A repeated call checks, plans, compiles and packs nothing; it allocates memory and enqueues the steps."""
     _, call, shape = list(cuda_calls(null_device.array))[number]
     out = null_device.array(*shape) if with_out else None
     call(out)
@@ -379,7 +379,7 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
 
 
 def test_the_benchmark_of_host_time_runs():
-    """Both tables, once through; what it says of time is for a quiet machine."""
+    """The benchmark prints both tables; its times have a meaning only on a quiet machine."""
     command = [sys.executable, "-m", "tests.benchmarks.host_time", "--rounds", "1", "--calls", "1"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     for name, _, _ in cuda_calls(NullDevice().array):
@@ -388,7 +388,7 @@ def test_the_benchmark_of_host_time_runs():
 
 
 def test_what_repeats_is_what_explain_says(cuda_target):
-    """After a hit the log holds the steps of the plan, each with its kernel, grid, block and shared memory."""
+    """After a cache hit the log has the plan's steps, each with its kernel, grid, block and shared memory."""
     x, weight, bias = (cuda_target.to_device(np.ones(s, np.float32)) for s in ((2, 8, 9, 9), (8, 8, 3, 3), (8,)))
     for method in ("direct", "gemm"):
         arguments = dict(bias=bias, padding=1, activation="relu", method=method)
@@ -442,11 +442,11 @@ def test_the_least_recently_used_call_is_let_go(monkeypatch):
     weight, images = np.ones((1, 1, 1)), [np.ones((1, 1, width)) for width in range(1, 4)]
     for number in (0, 1, 0, 2, 0, 1):
         cupyconv.conv(images[number], weight)
-    assert [x.shape[2] for x in checked] == [1, 2, 3, 2]  # the third call made the second let go, not the first
+    assert [x.shape[2] for x in checked] == [1, 2, 3, 2]  # the third call saves the first entry; the second is evicted
 
 
 def test_forgetting_while_others_call(target, monkeypatch):
-    """Results stay right while the memory overflows again and again under many threads."""
+    """Results stay right while the cache overflows again and again under many threads."""
     monkeypatch.setattr(repetition._executables, "most", 3)
     weight = target.to_device(np.ones((2, 3, 1), np.float32))
     images = [target.to_device(np.full((1, 3, width), float(width), np.float32)) for width in range(1, 9)]
@@ -489,7 +489,7 @@ def test_a_remembered_call_too_is_retried_with_smaller_chunks(cuda_target):
 
 
 def test_a_device_that_refuses_what_its_model_has_is_planned_for_anew(monkeypatch):
-    """Once: a call like it runs the new plan."""
+    """The new plan is made once: a repeated call runs it."""
     prepare, plans, attempts = NumpyBackend.prepare, [], []
 
     def prepared(backend: NumpyBackend, plan: Any) -> Callable[[Any], None]:
@@ -512,7 +512,7 @@ def test_a_device_that_refuses_what_its_model_has_is_planned_for_anew(monkeypatc
 
 
 def test_an_out_at_the_residuals_place_is_the_residual(cuda_target):
-    """Two views of the same elements are one array: after a failure their sums must not be added once more."""
+    """Two views of the same elements are one array: after a failure their sums must not be added again."""
     device = cuda_target.device
     x, weight = device.asarray(np.ones((8, 4, 64, 64), np.float32)), device.asarray(np.ones((4, 4, 3, 3), np.float32))
     out = device.asarray(np.ones((8, 4, 62, 62), np.float32))
@@ -552,7 +552,7 @@ def test_what_cannot_be_captured_says_so_before_anything_is_enqueued(cuda_target
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
 def test_own_kernels_with_out_are_captured_without_allocating(cuda_target, method):
-    """Workspace, where there is some, is the graph's own."""
+    """Workspace, if there is any, belongs to the graph."""
     device = cuda_target.device
     x, weight = device.asarray(np.ones((1, 2, 9), np.float32)), device.asarray(np.ones((3, 2, 3), np.float32))
     out = device.empty((1, 3, 7), np.float32)

@@ -1,4 +1,4 @@
-"""Chunks of a GPU's work as one step with a count: the steps that it stands for, and what they compute."""
+"""Chunks of GPU work as one step with a count: the steps that it stands for, and what they compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _case(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any
     return function, arguments, settings
 
 
-#: The call, and limits on workspace that cut it in many ways.
+#: The call, and workspace limits that split it in many ways.
 CASES = {
     "pixels": (_case(cupyconv.conv, ones(3, 2, 70, 61), ones(3, 2, 3, 3), method="gemm"), (120_000, 160_000)),
     "samples": (_case(cupyconv.conv, ones(23, 2, 12, 9), ones(3, 2, 3, 3), padding=1, method="gemm"), (9_000, 40_000)),
@@ -127,7 +127,7 @@ def test_rounds_compute_what_their_steps_would(name, limit, cuda_target, monkeyp
         for listed in (10**9, 2):
             monkeypatch.setattr(draft, "LISTED", listed)
             cupyconv.clear_caches()
-            for _ in range(2):  # and again, by what is prepared
+            for _ in range(2):  # the second call uses what the first prepared
                 results.append(function(*moved_arguments, **settings))
     cupyconv.clear_caches()
     first, *others = [result[0] if isinstance(result, tuple) else result for result in results]

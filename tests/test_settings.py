@@ -61,7 +61,7 @@ def test_nothing_happens_before_the_block_begins():
 
 
 def test_one_object_many_blocks():
-    """In turn, and inside one another."""
+    """One `options` object serves blocks that follow each other or are nested."""
     two, three = cupyconv.options(threads=2), cupyconv.options(threads=3)
     for _ in range(2):
         with two:
@@ -76,7 +76,7 @@ def test_one_object_many_blocks():
 
 
 def test_one_object_in_two_threads_at_once():
-    """Entered here, entered there, left here, left there."""
+    """Two threads enter the same object, one after the other, and leave it in that order."""
     shared = cupyconv.options(threads=2)
     both_inside, first_out = threading.Barrier(2, timeout=10), threading.Event()
 
@@ -109,7 +109,7 @@ def test_new_threads_begin_with_the_defaults():
 
 
 def test_a_copied_context_has_its_settings_for_itself():
-    """As every asyncio task does."""
+    """A copied context, such as that of an asyncio task, keeps its own settings."""
     with cupyconv.options(threads=2):
         copied = contextvars.copy_context()
 
@@ -123,7 +123,7 @@ def test_a_copied_context_has_its_settings_for_itself():
 
 
 def test_settings_are_those_at_the_call(target):
-    """Not those where the arrays, or the library, came from."""
+    """Settings are those at the call, not those where the arrays or the library came from."""
     x = target.to_device(np.ones((4, 4, 40, 40), np.float32))
     weight = target.to_device(np.ones((4, 4, 3, 3), np.float32))
 
@@ -169,7 +169,7 @@ def test_tf32_is_asked_for(cuda_target):
     ids=["conv", "depthwise", "transposed", "weight gradient", "max pool", "avg pool", "lstm"],
 )
 def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, settings):
-    """More of them take no method away that one of them has."""
+    """More threads do not exclude a method that one thread has."""
     arguments = [np.ones(shape) if len(shape) > 2 or function is cupyconv.lstm else shape for shape in shapes]
     with cupyconv.options(workspace_limit=500_000):
         one = cupyconv.explain(function, *arguments, **settings)
@@ -185,7 +185,7 @@ def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, setting
 
 
 def test_blocks_end_in_any_order():
-    """Of generators that take turns the outer one may end first."""
+    """If generators alternate, the outer block may end first."""
 
     def with_threads(threads):
         with cupyconv.options(threads=threads):
@@ -208,7 +208,7 @@ def test_the_end_of_a_block_is_that_of_the_one_around_it():
 
 
 def test_a_block_may_end_where_it_did_not_begin():
-    """As those of generators do that another thread closes: it has nothing to leave there."""
+    """Another thread may close a generator that is inside a block; there is nothing to restore in that thread."""
 
     def with_threads():
         with cupyconv.options(threads=2):
@@ -223,7 +223,7 @@ def test_a_block_may_end_where_it_did_not_begin():
 
 
 def test_an_event_loop_closes_an_asynchronous_generator_within_a_block():
-    """In a task of its own, which has not entered the block; what is raised there nobody gets but the loop's handler."""
+    """The loop closes it in a task that has not entered the block; errors there reach only the loop's handler."""
     unhandled = []
 
     async def with_threads() -> AsyncIterator[int]:

@@ -1,4 +1,4 @@
-"""Layers on NumPy whose taps share columns, some groups at a time: every body against the naive oracle."""
+"""NumPy layers whose taps share columns, some groups at a time: every implementation against the naive reference."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ BODIES = {"MEC columns", "MEC rows", "long MEC rows", "scaled taps", "scaled run
 
 @pytest.fixture(autouse=True, params=[64, 5000])
 def small_cache(request, monkeypatch):
-    """A cache that holds one group of these layers, or a few."""
+    """Let a cache hold one group of these layers, or a few."""
 
     for module in (depthwise, shared_columns):
         monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
     monkeypatch.setattr(long_rows, "PART", request.param)
-    # Taps share columns however short the products: there is no other way.
+    # Taps share columns however short the products are, because no other implementation applies.
     others = (weight_gradient.GradientColumns, weight_gradient.GradientTaps, weight_channels.GradientChannels)
     for way in (gemm.Columns, shifts.Shifts, direct.TapByTap, depthwise.ScaledPixels, *others):
         monkeypatch.setattr(way, "applies", lambda problem: False)
@@ -61,7 +61,7 @@ def small_cache(request, monkeypatch):
 
 @pytest.fixture
 def long_rows_only(monkeypatch):
-    """Products of single rows may take less of layers as small."""
+    """Disable products of single rows, which may be faster for layers this small."""
     monkeypatch.setattr(mec.MecRows, "applies", lambda problem: False)
 
 
@@ -86,7 +86,7 @@ def bodies(function, *arguments, **settings):
 @pytest.mark.parametrize("channels, outputs, size, kernel, settings", LAYERS.values(), ids=LAYERS.keys())
 def test_a_layer_and_its_gradients(channels, outputs, size, kernel, settings, dtype):
     xs, weight, grad, expected = layer(channels, outputs, size, kernel, settings, dtype)
-    method = "direct" if settings["groups"] == sum(channels) else "gemm"  # a depthwise one has other products
+    method = "direct" if settings["groups"] == sum(channels) else "gemm"  # depthwise convolutions have other products
     assert bodies(cupyconv.conv, xs, weight, method=method, **settings) <= BODIES
     assert_exact(cupyconv.conv(xs, weight, method=method, **settings), expected, dtype)
 
@@ -100,7 +100,7 @@ def test_a_layer_and_its_gradients(channels, outputs, size, kernel, settings, dt
         assert_exact(actual, wanted, dtype)
 
 
-#: Spatial size, kernel, samples, settings; and the bands that an image is cut into.
+#: Spatial size, kernel, samples, settings, and the number of bands into which an image is cut.
 LONG_ROWS = {
     "one row of many samples": ((4, 9), (3, 3), 6, dict(padding=1), 1),
     "bands": ((12, 9), (3, 3), 1, dict(padding=1), 12),
@@ -130,7 +130,7 @@ def test_long_rows(size, kernel, batch, settings, bands, threads, long_rows_only
 
 @pytest.mark.parametrize("groups", [8, 64])
 def test_threads_that_would_have_little_room_are_fewer(groups, long_rows_only):
-    """Their calls would be short, and wait for each other's."""
+    """Fewer threads run if each would have little memory: their calls would be short, and wait for each other."""
     x, weight = np.ones((8, 64, 80, 80), np.float32), np.ones((64, 64 // groups, 3, 3), np.float32)
     threads = []
     for limit in (1 << 24, 1 << 20):
@@ -171,7 +171,7 @@ def test_bias_residual_activation_and_layout(name):
 
 @pytest.mark.parametrize("name", ["groups", "depthwise", "stride"])
 def test_values_that_are_not_finite_land_where_the_definition_puts_them(name):
-    """At a corner, which not every tap reads."""
+    """Non-finite values at a corner, which not every tap reads, reach the results that the definition says."""
     xs, weight, grad, _ = layer(*LAYERS[name])
     kernel, settings = LAYERS[name][3:]
     weight[weight == 0] = 1
@@ -200,7 +200,7 @@ def test_the_same_bits_again(threads):
                 assert len({call().tobytes() for _ in range(4)}) == 1
 
 
-#: Spatial size, kernel, outputs, settings: of one group, so that MEC rows are the way.
+#: Spatial size, kernel, outputs, settings: for one group, so that MEC rows are the implementation.
 ROWS = {
     "odd": ((11, 37), (3, 3), 5, dict(padding=1)),
     "outputs of several parts": ((9, 40), (5, 3), 40, dict(padding=(2, 1))),

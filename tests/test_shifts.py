@@ -1,4 +1,4 @@
-"""Columns as shifts of the image: every phase of strides, dilations, borders and parts, against the naive oracle."""
+"""Columns as shifts of the image: strides, dilations, borders and parts in every phase, against the naive reference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shifts_only(monkeypatch):
 
 
 def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
-    """A layer's arrays, and its result."""
+    """Return a layer's arrays and its result."""
     rng = np.random.default_rng(0)
     x = rng.integers(-3, 4, (batch, channels, *size)).astype(dtype)
     weight = rng.integers(-3, 4, (outputs, channels // settings.get("groups", 1), *kernel)).astype(dtype)
@@ -71,13 +71,13 @@ def test_a_layer(name, dtype, block, pixels, threads, monkeypatch):
     with cupyconv.options(threads=threads):
         (loop,) = cupyconv.explain(cupyconv.conv, x, weight, method="gemm", **settings).steps
         assert loop.name == "shifted columns"
-        # What lies behind an image of other channels is not zero: memory that was used before.
+        # Memory behind an image of other channels is not zero, because it has been used before.
         cupyconv.conv(x + 100, weight, method="gemm", **settings)
         assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, dtype)
 
 
 def test_bands_and_parts_of_groups(monkeypatch):
-    """Rows of an image, and groups, are divided where their columns do not fit; and threads have as many parts."""
+    """Rows and groups are split if their columns do not fit; every thread has the same number of parts."""
     monkeypatch.setattr(shifts, "COLUMNS_BLOCK", 30_000)
     x, weight, expected = layer(1, 24, 24, (40, 16), (3, 3), dict(groups=12, padding=1))
     (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=12, method="gemm").steps
@@ -115,7 +115,7 @@ def test_bias_residual_activation_prologue_and_several_inputs(last, monkeypatch)
 
 @pytest.mark.parametrize("name", ["groups", "stride", "dilation", "3-D"])
 def test_values_that_are_not_finite_land_where_the_definition_puts_them(name):
-    """At the ends of rows, whose neighbours in memory are in other rows."""
+    """Non-finite values at the ends of rows do not reach other rows, which are their neighbours in memory."""
     x, weight, _ = layer(*LAYERS[name])
     settings = LAYERS[name][-1]
     weight[weight == 0] = 1
@@ -148,7 +148,7 @@ def test_rows_that_are_longer_than_those_of_the_result_have_other_ways(settings)
 
 
 def test_a_row_is_not_cut(monkeypatch):
-    """However long it is, and however few rows there are for threads."""
+    """A row stays whole however long it is, and however few rows there are for threads."""
     monkeypatch.setattr(shifts, "COLUMNS_BLOCK", 1000)
     monkeypatch.setattr(shifts, "LONG_PRODUCT", 1)
     x, weight, expected = layer(1, 2, 3, (3, 90), (3, 3), dict(padding=1))

@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, what an import costs, what the seams look like, what is documented."""
+"""The structure of the package: layers of imports, the cost of an import, protocols, and what is documented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglo
 
 # --- layers ---------------------------------------------------------------------------------------------------
 
-#: The layers, top to bottom, as the call travels.  A module may import those of its own layer and those below.
+#: The layers from top to bottom, as a call passes them.  A module may import from its own layer and those below.
 LAYERS: dict[str, tuple[str, ...]] = {
     "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.dask", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv", "cupyconv.configuration"),
@@ -42,10 +42,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "problem": ("cupyconv.problem", "cupyconv.typing", "cupyconv.version"),
 }
 
-#: These are strangers: each knows problems and plans, neither knows the other.
+#: Packages that know problems and plans, but not each other.
 STRANGERS = ("cupyconv.numpy", "cupyconv.cuda.run")
 
-#: What a layer may use of the world outside the standard library; the others: nothing.
+#: Packages outside the standard library that a layer may import; a layer that is not listed may import NumPy.
 OUTSIDE = {
     "cupyconv.cuda.plan": set(),
     "cupyconv.problem": set(),
@@ -63,7 +63,7 @@ def dotted(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in the file, or names in a string to be imported later."""
+    """Yield every module that a file imports, anywhere in it, or names in a string to import it later."""
     names = {dotted(module) for module in MODULES}
     for node in ast.walk(ast.parse((ROOT / path).with_suffix(".py").read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def member(module: str) -> tuple[int, str]:
-    """The number of a module's layer, and the entry of LAYERS that it belongs to: the longest that fits."""
+    """Return the number of a module's layer, and the entry of LAYERS that it belongs to: the longest match."""
     entries = [(len(name), depth, name) for depth, names in enumerate(LAYERS.values()) for name in names]
     fitting = [e for e in entries if module == e[2] or (e[2] != "cupyconv" and module.startswith(e[2] + "."))]
     assert fitting, f"{module} has no layer: enter it in LAYERS"
@@ -107,7 +107,7 @@ def test_the_rule_would_see_an_upward_import():
 
 
 def test_contributings_drawing_is_the_tree():
-    """Every room with every module, and nothing that is not there."""
+    """The drawing of the tree has every folder with every module, and nothing else."""
     drawing = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("The tree, every file.")[2]
     drawn: dict[str, set[str]] = {}
     room = ""
@@ -130,7 +130,7 @@ def test_a_file_name_stands_in_two_rooms_at_most():
 
 
 def files_entered(code: str) -> set[str]:
-    """The modules of the package whose functions run while the last line of the code does, in a new process."""
+    """Return the package's files whose functions run during the last line of the code, in a new process."""
     *before, last = code.splitlines()
     traced = (
         "import sys",
@@ -145,12 +145,12 @@ def files_entered(code: str) -> set[str]:
 
 
 def test_a_convolution_is_followed_through_few_files():
-    """What a newcomer reads to follow a first call on NumPy from its signature to its product: nineteen files.
+    """A first call on NumPy runs through nineteen files from its signature to its product, for a newcomer to read.
 
-    The operation, three of `call/`, eight of `numpy/`, and seven of `problem/`.  Two of them are what all layers share:
-    `cost`, the one place where methods are priced, and `kept`, the one budget of all that stays from call to call.  Of
-    `numpy/`, `choice` and `block_loops` are what all kinds of problems have in common: in a file with the convolution's own
-    they were 700 lines of three subjects, which no reader of one of them wants.
+    They are the operation, three files of `call/`, eight of `numpy/`, and seven of `problem/`.  All layers share two of
+    them: `cost`, the only place that estimates times of methods, and `kept`, the only budget of what is cached between
+    calls.  In `numpy/`, all kinds of problems share `choice` and `block_loops`: in one file with the convolution's own
+    code they were 700 lines of three subjects, and a reader of one subject does not want the others.
     """
     arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
     entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
@@ -159,7 +159,7 @@ def test_a_convolution_is_followed_through_few_files():
 
 
 def test_max_pool_lives_in_few_files():
-    """One of each layer defines something of it, and each of its two kernels has a file."""
+    """Every layer has one file that defines a part of max_pool, and each of its two kernels has a file."""
     rooms = ("ops", "problem", "numpy", "cuda")
     defining = [
         path
@@ -172,7 +172,7 @@ def test_max_pool_lives_in_few_files():
 
 
 def test_no_module_is_named_after_nothing():
-    """`utils` is where things go that nobody found a name for."""
+    """Code that nobody found a name for ends up in `utils`."""
     parts = {part for path in MODULES for part in path.parts}
     assert not parts & {"util", "utils", "helper", "helpers", "misc", "common", "tools"}
     assert all(len(part) > 2 for part in parts)
@@ -182,7 +182,7 @@ def test_no_module_is_named_after_nothing():
 
 HEAVY = ("cupy", "scipy", "torch", "dask", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
 
-#: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
+#: Limit of the time of `import cupyconv`, in imports of NumPy (0.1 s on a quiet machine): load affects both.
 IMPORT_SHARE = 0.9
 
 
@@ -197,10 +197,10 @@ def test_nothing_heavy_is_imported():
 
 
 def test_importing_is_quick(tmp_path):
-    """Processor time, the best of five new processes, so that a busy machine is no failure.
+    """Processor time, the best of five new processes, so that a busy machine causes no failure.
 
-    As a user has it: with the bytecode of an earlier import, and NumPy not told by conftest to hold BLAS at one thread, which
-    makes its import quicker.
+    Conditions are a user's: bytecode of an earlier import exists, and conftest does not limit BLAS to one thread, which
+    makes NumPy's import faster.
     """
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     for name in ("OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):
@@ -224,7 +224,7 @@ def test_cupy_is_imported_for_its_arrays_only():
 
 
 def test_what_dispatch_expects_of_cupy():
-    """It knows CuPy's array by its module and name, without importing it."""
+    """Dispatch knows CuPy's array by its module and name, without importing it."""
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     assert any(c.__module__.partition(".")[0] == "cupy" and c.__name__ == "ndarray" for c in cupy.ndarray.__mro__)
 
@@ -241,12 +241,12 @@ def public_signatures(cls: type) -> dict[str, inspect.Signature]:
 def test_backends_have_the_protocols_methods_and_no_others(backend):
     needed, given = public_signatures(Backend), public_signatures(backend)
     assert given.keys() == needed.keys()
-    for name in needed:  # what they return may be narrower than the protocol says
+    for name in needed:  # return types may be narrower than the protocol's
         assert list(given[name].parameters.values()) == list(needed[name].parameters.values()), name
 
 
 def parameter_names(path: Path, cls: str) -> dict[str, list[str]]:
-    """The parameters of a class's public methods, read from its source: it need not be importable."""
+    """Return the parameters of a class's public methods, read from its source: it need not be importable."""
     classes = {node.name: node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
     return {
         f.name: [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
@@ -261,7 +261,7 @@ def test_cupys_device_has_the_protocols_methods():
 
 
 def test_the_host_device_has_the_protocols_methods():
-    """Beside its own, which tests use."""
+    """The host device has the protocol's methods, and others that tests use."""
     needed = {name: list(signature.parameters) for name, signature in public_signatures(Device).items()}
     given = {name: list(signature.parameters) for name, signature in public_signatures(HostDevice).items()}
     assert {name: given.get(name) for name in needed} == needed
@@ -276,7 +276,7 @@ def test_the_seams_are_not_empty():
 
 FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
 
-#: Sections that a docstring of this page must have; a name that prints, or is a value, has fewer.
+#: Sections that a docstring must have; a name that prints, or is a value, has fewer.
 SECTIONS = {
     "Plan": ("Attributes", "Examples"),
     "ConvGradients": ("Attributes", "Examples"),
@@ -289,7 +289,7 @@ SECTIONS = {
 
 
 def test_every_operation_answers_calls_of_other_libraries():
-    """Its function takes their keywords, and what they give without one, and shows none of it."""
+    """An operation's function accepts their keywords and positional arguments, and its signature shows none of them."""
     for function in _OPERATIONS:
         flags = function.__code__.co_flags
         assert flags & inspect.CO_VARKEYWORDS and flags & inspect.CO_VARARGS, function.__name__
@@ -307,7 +307,7 @@ def test_everything_promised_is_public():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstrings(name):
-    """NumPy style: a summary, the sections, and every parameter by its name."""
+    """Docstrings are in NumPy style: a summary, the sections, and every parameter by name."""
     documented = getattr(cupyconv, name)
     text = inspect.getdoc(documented)
     assert text and text.splitlines()[0].endswith((".", "``")), "a summary in one line"
@@ -330,7 +330,7 @@ KERNELS = sorted((ROOT / "kernels").glob("*.cu"))
 
 
 def header(path: Path) -> str:
-    """The comment that a file begins with."""
+    """Return the comment at the start of a file."""
     lines = path.read_text("utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
     return "\n".join(line.removeprefix("//").rstrip() for line in lines[:end])
@@ -338,7 +338,7 @@ def header(path: Path) -> str:
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_kernels_begin_with_what_they_compute(path):
-    """Formula, what M, N and K are, what bounds it and the floor, the macros."""
+    """A kernel's header has the formula, the meaning of M, N and K, what bounds it, the floor, and the macros."""
     text = header(path)
     assert re.search(r"^ {5}\w+\[.*\] = ", text, re.MULTILINE), "no formula"
     for letter in "MNK":
@@ -350,7 +350,7 @@ def test_kernels_begin_with_what_they_compute(path):
 
 @pytest.mark.parametrize("path", [*KERNELS, *(ROOT / "kernels").glob("*.cuh")], ids=lambda path: path.name)
 def test_macros_of_a_kernel_are_in_its_header(path):
-    """Every -D that a header lists is used, so that the list cannot go stale."""
+    """Every -D that a header lists is used, so that the list stays current."""
     text, code = header(path), path.read_text("utf-8")
     assert text.strip(), "no header"
     for macro in re.findall(r"\b[A-Z][A-Z_]+\b", text.partition("-D: ")[2]):
@@ -358,7 +358,7 @@ def test_macros_of_a_kernel_are_in_its_header(path):
 
 
 def test_the_kernels_map_names_every_file():
-    """And no other."""
+    """The kernels' map names every file, and no other."""
     named = re.findall(r"`(\w+\.cuh?)`", (ROOT / "kernels" / "README.md").read_text("utf-8"))
     assert set(named) == {path.name for path in (ROOT / "kernels").glob("*.cu*")}
 
@@ -368,6 +368,6 @@ def test_kernels_are_found():
 
 
 def test_numpy_is_the_one_requirement():
-    """Anything else that the package imports is optional where it is imported."""
+    """The package imports without SciPy and ml_dtypes; any other import is optional where it happens."""
     assert python("import sys; sys.modules['scipy'] = sys.modules['ml_dtypes'] = None; import cupyconv") == ""
     assert np.lib.NumpyVersion(np.__version__) >= "2.0.0"

@@ -1,4 +1,4 @@
-"""Arrays of subclasses of NumPy's: their elements count, not what they make of indexing and arithmetic."""
+"""Arrays of NumPy subclasses: their elements count, not their own indexing and arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cupyconv
 
 
 class NoArithmetic(np.ndarray):
-    """As sparse or lazy arrays are that inherit NumPy's for its attributes alone."""
+    """Sparse or lazy arrays are like this if they inherit from NumPy's array only for its attributes."""
 
     __array_ufunc__ = None
 
@@ -25,7 +25,7 @@ class OwnIndexing(np.ndarray):
 
 
 class OwnArithmetic(np.ndarray):
-    """Whatever is computed with it is one too large."""
+    """Everything that is computed with it is one too large."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=(), **settings):
         plain = [x.view(np.ndarray) if isinstance(x, OwnArithmetic) else x for x in inputs]
@@ -47,7 +47,7 @@ def plain(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "out", "all"])
 @pytest.mark.parametrize("subclass", SUBCLASSES)
 def test_a_convolution(subclass, name):
-    """An argument that refused arithmetic was a TypeError when `out` was half written."""
+    """An argument that refused arithmetic once raised TypeError after `out` was half written."""
     arrays = {"x": integers(2, 3, 7, 6), "weight": integers(4, 3, 3, 3), "bias": integers(4)}
     arrays |= {"residual": integers(2, 4, 7, 6), "out": np.empty((2, 4, 7, 6), np.float32)}
     given = {key: array.view(subclass) if name in (key, "all") else array for key, array in arrays.items()}
@@ -61,7 +61,7 @@ def test_a_convolution(subclass, name):
 
 @pytest.mark.parametrize("subclass", SUBCLASSES)
 def test_other_functions_and_gradients(subclass):
-    """The same bits as of plain arrays, and results that are plain."""
+    """Results are plain arrays, with the bits that plain arguments give."""
 
     def gradients_of(a, function, *arguments, **settings):
         y, pullback = cupyconv.vjp(function, *arguments, **settings)

@@ -1,6 +1,6 @@
-"""`kernels/tensor_core.cuh`: each instruction against NumPy, pipelines of copies, and the bugs that must be seen.
+"""`kernels/tensor_core.cuh`: each instruction against NumPy, pipelines of copies, and bugs that must be detected.
 
-The right kernels run on the host device and on a GPU where there is one, the wrong ones on the host device.
+The right kernels run on the host device and on a GPU if there is one, the wrong ones on the host device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.host_device import HostDevice, KernelError, build, sanitize
 SAMPLES = Path(host_device.__file__).parent / "tensor_core"
 PARAMS = np.dtype([(name, "u8") for name in ("a", "b", "sum", "result")])
 
-#: For tests whose kernel does what a sanitizer stops the process for.
+#: For tests whose kernel has a bug at which a sanitizer stops the process.
 without_sanitizer = pytest.mark.skipif(build.sanitizer() != "", reason="the sanitizer reports this bug itself")
 
 
 def run_on_host(name, result, a, b=None, sum=None, *, block=32, order="random", **macros):
-    """What one block of a sample kernel makes of its inputs; `result` is the shape and the dtype."""
+    """Return the result of one block of a sample kernel; `result` is its shape and dtype."""
     device = HostDevice(SAMPLES, order=order)
     arrays = [device.asarray(a), *(device.asarray(a if x is None else x) for x in (b, sum)), device.empty(*result)]
     params = np.array(tuple(device.pointer(array) for array in arrays), PARAMS)
@@ -33,7 +33,7 @@ def run_on_host(name, result, a, b=None, sum=None, *, block=32, order="random", 
 
 
 def run_on_gpu(name, result, a, b=None, sum=None, *, block=32, **macros):
-    """The same through CuPy; only bytes are moved there, so that it need not know the dtypes."""
+    """Return the same through CuPy, which only moves bytes, so that it need not know the dtypes."""
     import cupy
 
     inputs = [np.ascontiguousarray(a if x is None else x) for x in (a, b, sum)]
@@ -70,7 +70,7 @@ def run(request):
 
 
 def element(kind):
-    """The dtype that holds a kind of operand."""
+    """Return the dtype that holds a kind of operand."""
     if kind == "bfloat16":
         return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     return np.dtype({"float16": np.float16, "tf32": np.float32}[kind])
@@ -81,7 +81,7 @@ def terms(kind):
 
 
 def multiply(run, kind, a_mk, b_kn, sum_mn, a_load, b_load):
-    """sum + a b by the sample kernel, with operands rounded to their dtype and laid out as the loads want them."""
+    """Return sum + a b from the sample kernel, with operands rounded to their dtype and laid out for the loads."""
     dtype = element(kind)
     a = a_mk.T if a_load == "COLUMNS" else a_mk
     b = b_kn if b_load == "COLUMNS" else b_kn.T
@@ -121,13 +121,13 @@ def test_multiply_add_rounds_as_float32(run, kind):
 
 
 def truncated(values):
-    """float32 without its 13 lowest bits: what tf32 keeps."""
+    """Return float32 values without their 13 lowest bits, as tf32 keeps them."""
     return (np.asarray(values, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_tf32_drops_thirteen_bits(run, side):
-    """Times the identity, an operand comes out as it went in, less what the instruction does not read."""
+    """A product with the identity returns an operand without the bits that the instruction does not read."""
     values = np.random.default_rng(2).standard_normal((16, 8)).astype(np.float32)
     values[0, :2] = 1 - 2.0**-24, -3.999
     identity, zeros = np.eye(8, 16), np.zeros((16, 16))
@@ -158,7 +158,7 @@ def test_which_lane_gets_which_element(run, transposed, rows):
     registers = run("load", ((32, 4), np.uint32), tiles, LOAD=load, ROW=rows, LANES=32)
     tiles = (tiles if rows == "16 * lane" else tiles[::-1]).reshape(4, 8, 8)
     tiles = tiles.swapaxes(1, 2) if transposed else tiles
-    # Of each tile, a lane has two neighbours in a row: in memory one register, the lower half first.
+    # A lane has two neighbours in a row of each tile: one register in memory, the lower half first.
     expected = np.ascontiguousarray(tiles).view("<u4").reshape(4, 32).T
     np.testing.assert_array_equal(registers, expected)
 
@@ -169,7 +169,7 @@ STAGES, THREADS = 7, 64
 
 
 def pipeline(run=run_on_host, *, order=None, **replaced):
-    """What the sample pipeline was given, and what it made of that: an array of stages, threads and words each."""
+    """Return the input of the sample pipeline and its result, both with axes for stages, threads and words."""
     macros = {
         "STAGES": STAGES, "WIDTH": 16, "VALID": "true", "BUFFERS": 3, "DRAIN": "",
         "COMMIT": "commit_copies()", "WAIT": "wait_for_copies<1>()", "SYNCHRONISE": "__syncthreads()",
@@ -219,7 +219,7 @@ def test_a_broken_pipeline_gives_wrong_numbers(bug, order):
     given, made = pipeline(order=order, **bug)
     wrong = made != given[:, ::-1]
     assert wrong.any()
-    if bug.get("DRAIN"):  # only what has not arrived is missing, and it shows as NaN
+    if bug.get("DRAIN"):  # only copies that have not arrived are missing, and they show as NaN
         assert (made[wrong] == 0xFFFFFFFF).all()
 
 
@@ -230,7 +230,7 @@ def test_copies_left_behind_are_an_error(bug):
     message = rf"exits with {STAGES} asynchronous copies it has not waited for, the oldest from pipeline.cu:\d+"
     with pytest.raises(KernelError, match=message):
         pipeline(**bug)
-    given, made = pipeline()  # and the next launch is not disturbed
+    given, made = pipeline()  # the next launch is not disturbed
     np.testing.assert_array_equal(made, given[:, ::-1])
 
 
@@ -325,7 +325,7 @@ FROM_SM_80 = (
     r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32",
     r"cvt\.rna\.tf32\.f32",
 )
-#: Doubles of 16 x 4, and of 8 x 4, of which older architectures take two.
+#: Instructions for doubles of 16 x 4, and of 8 x 4, of which older architectures need two.
 DOUBLES = r"mma\.sync\.aligned\.m16n8k4\.row\.col\.f64", r"mma\.sync\.aligned\.m8n8k4\.row\.col\.f64"
 
 

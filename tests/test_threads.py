@@ -1,4 +1,4 @@
-"""Threads of the NumPy backend: how many, what they leave behind, and the number of BLAS's, which is put back."""
+"""Threads of the NumPy backend: their number, what they leave behind, and BLAS's thread count, which is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cupyconv.numpy.gemm import multiply
 from cupyconv.numpy.threads import BLAS, in_threads
 
 RNG = np.random.default_rng(0)
-#: Large enough for many threads, and small enough for one.
+#: A problem large enough for many threads, and one small enough for one.
 LARGE = RNG.standard_normal((8, 16, 64, 64)), RNG.standard_normal((32, 16, 3, 3))
 SMALL = RNG.standard_normal((1, 4, 8, 8)), RNG.standard_normal((4, 4, 3, 3))
 
@@ -38,7 +38,7 @@ OF_A_NEW_PROCESS: dict[str, Any] = dict(
 
 @pytest.fixture(autouse=True)
 def four_threads_of_blas():
-    """What the process has set, whatever the machine and the test run have; and nothing is left behind."""
+    """Set four BLAS threads, whatever the machine and the test run use; a test must restore this number."""
     with threadpool_limits(4, "blas"):
         if BLAS.threads != 4:
             pytest.skip("NumPy's BLAS has no number of threads to set")
@@ -69,7 +69,7 @@ def test_by_default_as_many_as_blas_uses():
 
 @pytest.mark.parametrize("kernel", [(1, 1), (1, 3)])
 def test_a_lone_product_is_divided_by_whoever_has_the_threads(kernel):
-    """By BLAS where it has as many as were asked for; with fewer it would leave them idle."""
+    """BLAS divides a single product if it has as many threads as requested; otherwise some would be idle."""
     x, weight = np.ones((1, 64, 40, 40), np.float32), np.ones((128, 64, *kernel), np.float32)
     for blas, ours in ((4, 1), (2, 1), (1, 2)):
         with threadpool_limits(blas, "blas"):
@@ -80,7 +80,7 @@ def test_a_lone_product_is_divided_by_whoever_has_the_threads(kernel):
 
 
 def test_the_price_says_how_many():
-    """Of those that there may be, not of those that were asked for."""
+    """The estimated time chooses among the threads that are available by default, but keeps a requested number."""
     x, weight = np.ones((1, 96, 24, 24), np.float32), np.ones((64, 96, 3, 3), np.float32)
     grad = cupyconv.conv(x, weight, stride=2, padding=1)
 
@@ -96,7 +96,7 @@ def test_the_price_says_how_many():
 
 
 def test_blas_divides_only_what_a_caller_gives_it():
-    """Its threads look for more work for a while after each product, on the processors that ours need."""
+    """BLAS's threads look for more work for a while after each product, on processors that our threads need."""
 
     def holds(channels: int, extent: int, **settings: Any) -> bool:
         x = np.ones((1, channels, extent, extent), np.float32)
@@ -118,7 +118,7 @@ def test_a_recurrent_layer_is_divided_where_steps_are_large_and_samples_many():
 
     assert step(512, 512, 32).threads == 2
     assert step(64, 64, 16).threads == 1  # steps too short
-    few = step(512, 512, 4)  # samples too few: products of two of them take as long as of four
+    few = step(512, 512, 4)  # too few samples: products of two of them take as long as of four
     assert few.threads == 1 and few.holds_blas
     assert not step(512, 512, 4, threads=1).holds_blas  # as documented
     assert not step(8, 16, 1).holds_blas  # never divided
@@ -179,7 +179,7 @@ def test_small_problems_stay_on_the_calling_thread():
 
 
 def test_a_limit_set_between_calls_is_kept(monkeypatch):
-    """A call that is remembered was planned for another number."""
+    """A new limit applies, although a cached call was planned for another number of threads."""
     taken = []
     original = threads.in_threads
     monkeypatch.setattr(threads, "in_threads", lambda n, *others: (taken.append(n), original(n, *others))[1])
@@ -289,7 +289,7 @@ def test_calls_within_parts_come_to_an_end():
 
 
 def test_arrays_of_a_call_are_let_go():
-    """A worker that waits holds nothing of the call before."""
+    """A worker that waits holds nothing of the previous call."""
 
     def call() -> weakref.ref:
         array = np.ones(10)
@@ -298,14 +298,14 @@ def test_arrays_of_a_call_are_let_go():
 
     array = call()
     end = time.monotonic() + 10
-    while array() is not None and time.monotonic() < end:  # a worker may still be on its way back
+    while array() is not None and time.monotonic() < end:  # a worker may still be returning
         time.sleep(0.001)
     assert array() is None
 
 
 @pytest.mark.parametrize("whose", ["caller", "worker"])
 def test_arrays_of_a_call_that_failed_are_let_go(whose):
-    """At once: the next attempt, of smaller blocks, needs their memory."""
+    """Arrays of a failed call are released at once: the next attempt, with smaller blocks, needs their memory."""
 
     def call() -> weakref.ref:
         array, caller, failed = np.ones(10), threading.current_thread(), threading.Event()
@@ -326,7 +326,7 @@ def test_arrays_of_a_call_that_failed_are_let_go(whose):
     try:
         array = call()
         end = time.monotonic() + 10
-        while array() is not None and time.monotonic() < end:  # a worker may still be on its way back
+        while array() is not None and time.monotonic() < end:  # a worker may still be returning
             time.sleep(0.001)
         assert array() is None
     finally:
@@ -341,7 +341,7 @@ def numbers() -> list[int]:
 
 
 def test_the_transform_of_a_large_weight_holds_blas(monkeypatch):
-    """On one thread too: another number would be other bits, and BLAS's threads looking for work."""
+    """The transform holds BLAS on one thread too: other numbers change bits, and BLAS's threads look for work."""
     seen, times_taps = [], winograd._times_taps
 
     def watched(*arrays):
@@ -414,12 +414,12 @@ def test_calls_of_many_threads_at_once():
 
 
 def interrupted(number: int, function: Callable[[], object]) -> None:
-    """Call it; at the `number`-th place of `threads` where Python lets a signal's handler raise, one does."""
+    """Call it; raise at the `number`-th place in `threads` where Python lets a signal's handler raise."""
     places = count(1)
 
     def at(frame: FrameType, event: str, _: object) -> None:
         if event in ("call", "c_return") and frame.f_code.co_filename == threads.__file__ and next(places) == number:
-            raise KeyboardInterrupt  # and that ends the profile
+            raise KeyboardInterrupt  # this also ends the profile
 
     sys.setprofile(at)
     try:
@@ -433,7 +433,7 @@ def interrupted(number: int, function: Callable[[], object]) -> None:
 )
 @pytest.mark.parametrize("call", ["one thread", "two threads"])
 def test_an_interruption_anywhere_leaves_nothing_as_it_was_within(call, monkeypatch):
-    """BLAS has its threads again, and nothing computes; the worker that was asked is found again by the next call."""
+    """BLAS has its threads again, nothing still computes, and the next call finds the requested worker again."""
     monkeypatch.setattr(threads, "_pool", threads._Pool())
     begun: list[int] = []
     before = {*our_threads()}
@@ -459,7 +459,7 @@ def test_an_interruption_anywhere_leaves_nothing_as_it_was_within(call, monkeypa
     assert number > 10 and len(begun) == 8
     end = time.monotonic() + 10
     while len(workers := {*our_threads()} - before) > 1 and time.monotonic() < end:
-        time.sleep(0.001)  # one that was started twice ends
+        time.sleep(0.001)  # a second worker that was started ends
     assert len(workers) == (call == "two threads")
 
 
@@ -467,7 +467,7 @@ def test_an_interruption_anywhere_leaves_nothing_as_it_was_within(call, monkeypa
 
 
 def in_a_child(function: Callable[[], bool]) -> bool:
-    """What the function returns in a child that is forked here."""
+    """Return whether the function returns True in a child that is forked here."""
     child = os.fork()
     if child == 0:
         try:
@@ -507,8 +507,9 @@ def test_a_child_made_during_a_call_has_blas_as_it_was():
 
 
 def test_threads_that_help_inherit_nothing_that_is_kept():
-    """From Python 3.14 on threads may inherit their starter's context, with the memory of the call that is in it: two wrote
-    to it at once, and a third of the results of four threads were wrong."""
+    """From Python 3.14 on threads may inherit their starter's context, with the memory of the call in it: two threads
+    once wrote to it at once, and a third of the results of four threads were wrong.
+    """
     program = (
         "import contextvars, threading\n"
         "from cupyconv.numpy.threads import in_threads\n"

@@ -1,4 +1,4 @@
-"""A signal and one filter, whose windows are read where they lie: exactly the oracle's results, edges and infinities included."""
+"""A signal and one filter, with windows read in place: the reference's exact results, edges and infinities included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupyconv.problem.plan import counted
 
 @pytest.fixture
 def lines(monkeypatch):
-    """For each line that ran the sets of windows that were multiplied."""
+    """Yield the number of products of sets of windows, for each line that ran."""
 
     def products(line: LineRun) -> int:
         return sum(len(part.products) for part in map(line._loop.part_of_line, line._numbers))
@@ -34,7 +34,7 @@ def integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> 
 
 
 def exactly(x: np.ndarray, weight: np.ndarray, **how: Any) -> np.ndarray:
-    """The result, by NumPy's loop for float64, which is exact of small integers and has what is not finite where it belongs."""
+    """Return the result of NumPy's float64 loop: exact for small integers, non-finite values where they belong."""
     ((before, after),) = how.get("padding", ((0, 0),))
     line = np.pad(x[0, 0].astype(np.float64), (before, after))
     return np.correlate(line, weight[0, 0].astype(np.float64))[None, None].astype(x.dtype)
@@ -43,7 +43,7 @@ def exactly(x: np.ndarray, weight: np.ndarray, **how: Any) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("taps", [2, 5, 11, 12, 31, 70])
 def test_lines_of_all_lengths_and_paddings(taps, dtype, lines):
-    """With all epilogues, in calls that are repeated with other arrays."""
+    """Lines have all epilogues, in calls that are repeated with other arrays."""
     rng = np.random.default_rng(taps)
     for size in (1, 40, 333, 1000, 20_003):
         for padding in ((0, 0), (taps - 1, 0), (3, 1), (taps + 5, taps + 2)):
@@ -75,7 +75,7 @@ def test_the_oracle_agrees(lines):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("place", [0, 17, 1500, 2990, 2999])
 def test_what_is_not_finite_is_where_the_definition_has_it(value, place, lines):
-    """Zeros of the matrix are multiplied with it too."""
+    """Only results that read a non-finite value are affected, although zeros of the matrix multiply it too."""
     rng = np.random.default_rng(4)
     x, weight = integers(rng, 1, 1, 3000), integers(rng, 1, 1, 9)
     x[0, 0, place] = value
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_where_the_definition_has_it(value, place, lines):
 
 
 def test_a_line_in_parts_on_several_threads(lines):
-    """Exactly, and with the same bits in each call."""
+    """Results are exact, and have the same bits in each call."""
     rng = np.random.default_rng(5)
     x, weight = integers(rng, 1, 1, 1_000_000), integers(rng, 1, 1, 101)
     x[0, 0, 20_000] = np.inf
@@ -129,7 +129,7 @@ def test_lines_that_do_not_lie_as_elements_do(dtype, lines):
 
 
 def test_calls_at_the_same_time(lines):
-    """Each has a matrix of its own."""
+    """Calls at the same time have separate matrices."""
     rng = np.random.default_rng(0)
     x, weights = integers(rng, 1, 1, 5000), [integers(rng, 1, 1, 9) for _ in range(8)]
     expected = [exactly(x, weight) for weight in weights]
@@ -159,7 +159,7 @@ def test_no_more_than_the_limit(lines):
 
 @pytest.mark.parametrize("what", ["an infinity", "much padding", "the other byte order", "an odd address"])
 def test_unusual_memory_is_within_the_limit(what):
-    """A result at an address that is no multiple of an element is computed beside it; such a line is copied."""
+    """A result at an address that is not a multiple of an element is computed elsewhere; such a line is copied."""
     x, weight = np.ones((1, 1, 100_000), np.float32), np.ones((1, 1, 9), np.float32)
     padding, limit = ((4, 4),), 900_000
     if what == "an infinity":
@@ -177,7 +177,7 @@ def test_unusual_memory_is_within_the_limit(what):
         cupyconv.clear_caches()
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=padding, out=out, method="gemm"))
     np.testing.assert_array_equal(out, expected)
-    assert planned <= limit and peak <= planned + 60_000  # and what Python's objects take
+    assert planned <= limit and peak <= planned + 60_000  # and memory of Python objects
 
 
 def at_an_odd_address(array: np.ndarray) -> np.ndarray:
@@ -195,7 +195,7 @@ def test_a_line_of_very_many_parts_is_planned_at_once():
             begin = time.perf_counter()
             peak.append(peak_bytes(explained))
             seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.5 and min(peak) < 1_000_000  # 11 s and 262 MB where all parts are looked at
+    assert min(seconds) < 0.5 and min(peak) < 1_000_000  # 11 s and 262 MB if all parts were examined
 
 
 def test_complex_numbers_and_several_channels_go_other_ways(lines):

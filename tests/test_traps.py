@@ -1,4 +1,4 @@
-"""Mistakes that other libraries made, each pinned with numbers worked out by hand."""
+"""Mistakes of other libraries, each tested with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def method(request):
 
 
 def row(*values):
-    """One sample of one channel."""
+    """Return one sample of one channel."""
     return np.array([[values]], np.float64)
 
 
@@ -30,7 +30,7 @@ def test_dilation_is_counted_once(target, method):
 
 
 def test_dilation_gathers_true_taps_only(cuda_target):
-    """3x3 at dilation 2 costs nine rows of columns a channel, not the 25 of a kernel widened with zeros."""
+    """3x3 at dilation 2 needs nine rows of columns per channel, not the 25 of a kernel widened with zeros."""
     x, w = (cuda_target.to_device(np.ones(s, np.float32)) for s in ((1, 2, 9, 9), (3, 2, 3, 3)))
     plan = cupyconv.explain(cupyconv.conv, x, w, dilation=2, method="gemm")
     (gemm,) = [step for step in plan.steps if hasattr(step, "k")]
@@ -69,7 +69,7 @@ def test_padding_modes(target, method, mode, left, right):
 
 
 def test_groups_straddle_two_inputs(target, method):
-    """Channels 1, 2 | 3, 4 of inputs with 1 and 3 channels: the first group reads both inputs."""
+    """The groups are channels 1, 2 | 3, 4 of inputs with 1 and 3 channels: the first group reads both inputs."""
     x = [np.full((1, 1, 2), 1.0), np.arange(2.0, 5.0).reshape(1, 3, 1) * np.ones(2)]
     y = conv(target, x, np.ones((2, 2, 1)), groups=2, method=method)
     assert_exact(y, np.array([[[3, 3], [7, 7]]]), "float64")
@@ -87,13 +87,13 @@ def test_dtype_does_not_drift(target, method, dtype):
 
 
 def test_float16_sums_are_not_kept_in_float16(target, method):
-    """4096 ones: in float16, 2048 + 1 is 2048 and the sum would stop there."""
+    """The sum of 4096 ones in float16 would stop at 2048, since 2048 + 1 is 2048."""
     y = conv(target, np.ones((1, 4096, 1), np.float16), np.ones((1, 4096, 1), np.float16), method=method)
     assert_exact(y, np.full((1, 1, 1), 4096), "float16")
 
 
 def test_float16_merge_rounds_once(target, method):
-    """2048 + 1 + 1: an accumulation rounded after each input would lose both ones."""
+    """2048 + 1 + 1: rounding after each input would lose both ones."""
     xs = [np.full((1, 1, 3), value, np.float16) for value in (2048, 1, 1)]
     y = conv(target, xs, np.ones((1, 3, 1), np.float16), method=method)
     assert_exact(y, np.full((1, 1, 3), 2050), "float16")
@@ -125,7 +125,7 @@ def test_one_complex_side_is_not_promoted(cuda_target, real):
 
 
 def test_non_finite_values_stay_where_the_definition_puts_them(target, method):
-    """A NaN reaches the windows that see it and no other, padding zeros and other samples included."""
+    """A NaN reaches the windows that read it and no others, padding zeros and other samples included."""
     x = np.ones((2, 1, 6))
     x[0, 0, 0], x[1, 0, 3] = np.nan, np.inf
     y = conv(target, x, row(1, 1, 1), padding=1, method=method)

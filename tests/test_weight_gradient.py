@@ -1,4 +1,4 @@
-"""How `conv_grad_weight` cuts its sum: every body, every cut, plans and bits."""
+"""How `conv_grad_weight` splits its sum: every implementation, every split, plans and bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cupyconv.problem.plan import Buffer, GemmCall, Plan
 
 
 def by_definition(grad, x, kernel, *, padding=0, stride=1, groups=1):
-    """The gradient in double precision, a tap at a time."""
+    """Return the gradient in double precision, computed tap by tap."""
     grad, x = reference.wide(grad), np.concatenate([reference.wide(a) for a in reference.sequence(x)], axis=1)
     x = np.pad(x, [(0, 0), (0, 0), *[(padding, padding)] * len(kernel)])
     x = x.conj().reshape(len(x), groups, -1, *x.shape[2:])
@@ -72,8 +72,8 @@ def explained(grad, x, kernel, limit=None, **arguments):
     "grad_dtype, x_dtype", [("float32", "float32"), ("complex64", "float32"), ("float32", "complex64")]
 )
 def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
-    """Each is planned where it should be, and exact; views only of factors of one kind."""
-    if body == "MEC columns":  # columns take less of an image as small
+    """Every implementation is planned for its case and exact; views need two real or two complex factors."""
+    if body == "MEC columns":  # columns are faster for an image this small
         monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
         for way in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
             monkeypatch.setattr(way, "applies", lambda problem: False)
@@ -94,7 +94,7 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
 
 
 def test_sums_that_do_not_fit_are_kept_for_some_outputs_at_a_time(fresh):
-    """float16 sums are float32 beside the result: the outputs are cut, and each is rounded once all the same."""
+    """float16 sums are float32, stored apart from the result: outputs are split, and each is rounded only once."""
     grad, x = integers((2, 64, 9, 9), "float16"), integers((2, 16, 9, 9), "float16", 1)
     plan = explained(grad, x, (3, 3), limit=40_000, padding=1)
     assert len(plan.steps) > 1 and plan.workspace_bytes <= 40_000
@@ -149,7 +149,7 @@ def test_a_1x1_gradient_reads_both_factors_where_they_lie():
 )  # fmt: skip
 @pytest.mark.host_device
 def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtypes):
-    """Both ways to cut, in more parts than one, whole and in chunks: exact."""
+    """Every way to split the sum into several parts is exact, whole and in chunks."""
     if target.name == "numpy":
         pytest.skip("the cuts are CUDA's")
     monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
@@ -187,9 +187,9 @@ def test_a_kernel_without_columns_sums_in_parts(cuda_target, dtype, groups):
 @pytest.mark.parametrize("dtypes", ["float32 float32", "complex64 complex64", "complex64 float32", "float32 complex64"])
 @pytest.mark.parametrize("is_long", [False, True])
 def test_a_1x1_gradient_of_channels_last_images(target, fresh, monkeypatch, dtypes, orders, is_long):
-    """They are read where they lie, as turned matrices: but for complex inputs, for cuBLAS conjugates what it turns.
+    """Images are read in place as transposed matrices, but complex inputs not: cuBLAS conjugates what it transposes.
 
-    So is a result that lies turned written by a pass of its own.  Parts of one long row begin anywhere.
+    So a separate pass writes a transposed result.  Parts of one long row begin anywhere.
     """
     if is_long:
         monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
@@ -236,10 +236,10 @@ def test_a_first_product_of_few_outputs_is_turned_too(monkeypatch, dtype, channe
 
 
 def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
-    """Of 16 bits, where all is one chunk: what several add up would be rounded by each."""
+    """A 16-bit sum is the result only as one chunk: partial sums of several chunks would each be rounded."""
 
     def written(out, dtype=np.float32, limit=100_000):
-        """Where products of a lone sample go, and whether in several chunks."""
+        """Return the buffers that products of a single sample write, and whether there are several chunks."""
         grad, x = np.empty((1, 64, 16, 16), dtype), np.empty((1, 256, 16, 16), dtype)
         plan = explained(grad, x, 3, padding=1, method="gemm", on="sm_80", limit=limit, out=out)
         return {step.c.at.buffer for step in plan.steps if isinstance(step, GemmCall)}, "chunks" in plan.reason
@@ -255,14 +255,14 @@ def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
 
 @pytest.mark.parametrize("dtypes", ["complex64 float32", "float32 complex64"])
 def test_a_lone_part_of_two_planes_is_not_the_result(cuda_target, dtypes):
-    """Real and imaginary sums are apart, and the result has them side by side."""
+    """Real and imaginary sums are apart; the result has them next to each other."""
     grad, x = (integers((1, 4, 5, 6), dtype, i) for i, dtype in enumerate(dtypes.split()))
     actual = cupyconv.conv_grad_weight(*map(cuda_target.to_device, (grad, x)), 3, padding=1, method="gemm")
     assert_exact(cuda_target.to_host(actual), by_definition(grad, x, (3, 3), padding=1), "complex64")
 
 
 def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
-    """Within any limit, by every cut."""
+    """The plan is within any limit, for every way to split the sum."""
     grad, x = (np.broadcast_to(np.float32(0), (2 * 65_536, channels, 6)) for channels in (8, 5))
     for way in weight_gradient_cuda.CUTS:
         monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
@@ -276,9 +276,9 @@ def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("way", weight_gradient_cuda.CUTS)
 def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fresh, monkeypatch):
-    """Under ever less, two of three samples at a time too.
+    """Plans keep ever smaller limits, also with two of three samples at a time.
 
-    What a plan takes is room enough for it, but for alignment, where the sum has no more parts then.
+    The bytes that a plan uses are enough for it, except for alignment, unless the sum then has more parts.
     """
     monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
     for batch, out in product((1, 3), (None, np.empty((5, 8, 3, 3), dtype).swapaxes(0, 1))):
@@ -305,7 +305,7 @@ def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fres
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("lies", ["in order", "with gaps", "turned", "flipped"])
 def test_sums_beside_the_result_count(lies, dtype):
-    """Those of a result that no product can write, or not in parts; a 1x1 kernel's images are read where they lie."""
+    """Separate sums count if no product can write the result, or not in parts; 1x1 kernels read images in place."""
     for batch, taps, order in product((1, 3), (1, 3), ("C", "last")):
         grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
         if order == "last":
@@ -347,7 +347,7 @@ def test_what_does_not_apply_is_said():
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
 def test_a_sum_has_as_many_parts_as_there_is_room_for(method, dtype):
-    """Beside images that are moved first; a lone part is the result itself where that has its dtype and its order."""
+    """Images that are copied first count too; a single part is the result itself if that has its dtype and order."""
     grad, x = (np.empty((16, channels, 56, 56), dtype) for channels in (24, 16))
     for taps, parts in ((1, 1), (3, 1), (1, 2), (3, 2), (3, 5)):
         settings = {"padding": taps // 2, "method": method, "on": "sm_90"}
@@ -360,7 +360,7 @@ def test_a_sum_has_as_many_parts_as_there_is_room_for(method, dtype):
 
 
 def test_long_sums_stay_accurate(target):
-    """25,600 products in one sum, by the methods that there are."""
+    """25,600 products in one sum, by both methods."""
     rng = np.random.default_rng(0)
     grad, x = (rng.standard_normal((4, 2, 80, 80), np.float32) for _ in range(2))
     expected = np.einsum("nohw,nchw->oc", grad.astype(float), x.astype(float))[:, :, None, None]

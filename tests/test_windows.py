@@ -1,4 +1,4 @@
-"""What a block of a convolution reads, held to the padded image: tiles, windows, columns, and parts of them."""
+"""The tiles, windows, columns and parts of them that a block of a convolution reads, against the padded image."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from cupyconv.problem.kept import held_bytes
 
 
 class Written(Scratch):
-    """Memory that is full of what was written before: what is not written shows."""
+    """Scratch memory that is full of NaN, so that elements that are not written show."""
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
         array = super().array(name, shape, dtype)
@@ -55,7 +55,7 @@ class Written(Scratch):
 
 @dataclass
 class Case:
-    """A convolution, its inputs as they lie and as one padded image, and its blocks."""
+    """A convolution, its inputs in their layouts and as one padded image, and its blocks."""
 
     geometry: ConvGeometry
     images: Images
@@ -72,7 +72,7 @@ class Case:
         return [range(axis.start, axis.stop) for axis in (block._samples, *block._at[2:])]
 
     def windows(self, block: Block) -> np.ndarray:
-        """All windows: (channels, kd, kh, kw, samples, d, h, w)."""
+        """Return all windows: (channels, kd, kh, kw, samples, d, h, w)."""
         samples, *pixels = self.ranges(block)
         taken, own = self.padded[samples.start : samples.stop], self.geometry
         for axis, outputs in enumerate(pixels):
@@ -81,7 +81,7 @@ class Case:
         return taken.transpose(1, 2, 4, 6, 0, 3, 5, 7)
 
     def tile(self, block: Block) -> np.ndarray:
-        """All that these lie in."""
+        """Return the tile that contains these windows."""
         samples, *pixels = self.ranges(block)
         size = tile_size(self.geometry, [len(each) for each in pixels])
         begin = [each.start * stride for each, stride in zip(pixels, self.geometry.stride)]
@@ -128,7 +128,7 @@ def any_case(random: Random) -> Case:
 
 @pytest.fixture(params=["all zeros at once", "zeros of a border"])
 def few_zeros(request, monkeypatch):
-    """Whether a tile is large: of one, zeros are written where there are some."""
+    """Let tiles be small or large: in a large one, zeros are written only where there are some."""
     if request.param == "zeros of a border":
         monkeypatch.setattr(windows, "_SMALL_TILE", 0)
 
@@ -179,7 +179,7 @@ def test_columns_and_tiles_are_of_the_padded_image(few_zeros, seed):
 @share_of_examples(1)
 @given(st.integers(0, 10**9))
 def test_phases_are_of_taps_that_read_elements_of_one_rest(seed):
-    """Each tap is of one phase, whose tile has what it reads as a box; phases are no more than there are rests."""
+    """A tap is in one phase, whose tile has its elements as a box; there are only as many phases as remainders."""
     random = Random(seed)
     case = any_case(random)
     geometry, blocks = case.geometry, [*case.blocks]
@@ -248,7 +248,7 @@ def test_blocks_are_those_parts_of_the_result(seed):
 
 @given(st.integers(0, 10**9))
 def test_to_add_is_the_adjoint_of_reading(seed):
-    """Of what each tap reads, index arrays too, of which several may name one element."""
+    """Adding is the adjoint of reading for each tap, also by index arrays that name an element several times."""
     random = Random(seed)
     case = any_case(random)
     geometry, rng = case.geometry, np.random.default_rng(seed)
@@ -265,9 +265,9 @@ def test_to_add_is_the_adjoint_of_reading(seed):
 @share_of_examples(0.5)
 @given(st.integers(0, 10**9))
 def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
-    """Of a part of a border as of all.
+    """No more elements are added together than stated, for a part of a border and for all of it.
 
-    At corners of three wide borders too, where what is brought together along one axis is again along the next.
+    This includes corners of three wide borders, whose elements are added together along one axis after another.
     """
     random, one = Random(seed), (1, 1, 1)
     mode = random.choice([mode for mode in PADDING_MODES if mode != "constant"])
@@ -315,7 +315,7 @@ def a_part(random: Random, count: int) -> range:
 @pytest.mark.parametrize("side", [32, 16, 31])
 @pytest.mark.parametrize("channels", [0, 3, 37, 200])
 def test_channels_are_copied_to_lie_last(channels, side):
-    """Few at a time where rows of the image begin in few places of a cache, from any layout to any."""
+    """Channels are copied few at a time if rows of the image start in few places of a cache, in any layouts."""
     images = np.random.default_rng(0).random((channels, 2, 1, side, side), np.float32)
     lying_last = np.ascontiguousarray(np.moveaxis(images, 0, -1)).transpose(4, 0, 1, 2, 3)
     for source in (images, lying_last, images[:, :, :, ::-1]):
@@ -346,7 +346,7 @@ def test_blocks_beyond_those_that_are_kept_are_cut_each_time():
 
 
 class Doubled:
-    """A prologue that does one thing."""
+    """A prologue that only doubles."""
 
     def write(self, part: np.ndarray, values: np.ndarray, channels: slice) -> None:
         part[...] = 2 * values
@@ -384,7 +384,7 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
 @pytest.mark.parametrize("mode", ["constant", "wrap"])
 @pytest.mark.parametrize("kernel", [(1, 1, 2), (3, 3, 3)])
 def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode, kernel):
-    """Slices, of which a bound is known, and index arrays, which are counted."""
+    """The cache counts slices by a known bound, and index arrays by their bytes."""
     counted = []
     for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES):
         cache.clear()

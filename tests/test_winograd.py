@@ -1,4 +1,4 @@
-"""Winograd's method on NumPy: what it computes, how far it may be off, and where it must not be taken."""
+"""Winograd's method on NumPy: what it computes, its error bound, and where it must not be chosen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = {
     "no outputs": ((2, 3, 9, 8), (0, 3, 3, 3), {}),
     "no channels": ((2, 0, 9, 8), (4, 0, 3, 3), {}),
 }
-#: Roundings that an error may be as large as, of the largest sum of absolute products: along one, two and three axes.
+#: Bound of an error, in roundings of the largest sum of absolute products: along one, two and three axes.
 ROUNDINGS = 64
 
 
@@ -51,7 +51,7 @@ def normal(*shape):
 
 
 def check(function, oracle, arrays, settings, terms):
-    """The oracle's result of the same arguments, on 1 and on 2 threads, in one block and in many."""
+    """Assert that the result is the reference's, on 1 and on 2 threads, in one block and in many."""
     expected = oracle(*arrays, **settings)
     for threads, limit in ((1, None), (2, None), (2, 40_000), (1, 200_000)):
         with cupyconv.options(threads=threads, workspace_limit=limit):
@@ -79,7 +79,7 @@ def test_weight_gradient(name):
     "name", [n for n in CASES if "padding_mode" not in CASES[n][2] and n not in ("no channels", "empty")]
 )
 def test_input_gradient(name):
-    """The convolution that it is; with a padding mode it is none."""
+    """An input gradient is a convolution, except with a padding mode."""
     x, weight, settings = CASES[name]
     grad = normal(*cupyconv.conv(normal(*x), normal(*weight), **settings).shape)
     expected = reference_gradients.conv_grad_input(grad, normal(*weight), x, **settings)
@@ -88,7 +88,7 @@ def test_input_gradient(name):
 
 
 def test_everything_around_a_convolution():
-    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    """Merged inputs with their own strides, a prologue, bias, residual, activation and an in-place `out` are right."""
     xs = [normal(2, 3, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
     weight, bias, residual = normal(4, 6, 3, 3), normal(4), normal(2, 4, 9, 11)
     settings = dict(padding=1, activation="gelu")
@@ -120,7 +120,7 @@ def test_the_matrices_are_an_identity(count):
     np.testing.assert_allclose(outputs @ ((taps @ w) * (inputs @ x)), expected, atol=1e-13)
     for matrix in (inputs, taps):
         np.testing.assert_allclose(abs(matrix).sum(1), 1, rtol=1e-15)
-    # So a product's rounding grows by A' alone: by less than with another point, where the taps are few.
+    # So only A' amplifies a product's rounding, and less than with another point if the taps are few.
     assert abs(outputs).sum(1).max() < 6 * count + 7.5
 
 
@@ -138,7 +138,7 @@ SPREAD = {
     ((2, 64, 500), (64, 64, 5)), ((1, 64, 30, 30), (64, 64, 2, 2)), ((1, 64, 30, 30), (64, 64, 4, 5)),
 ])  # fmt: skip
 def test_errors_are_bounded_by_the_largest_sum(kind, x, weight):
-    """What the docstrings promise, against float64."""
+    """Errors, measured against float64, are within the bound that the docstrings state."""
     rng = np.random.default_rng(0)
     x, weight = (SPREAD[kind](rng, *shape).astype(np.float32) for shape in (x, weight))
     exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), padding=1)
@@ -153,7 +153,7 @@ def test_errors_are_bounded_by_the_largest_sum(kind, x, weight):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", ["x", "weight", "zeros in the weight", "overflow", "transform"])
 def test_infinities_and_nan_are_where_the_definition_puts_them(case, threads):
-    """A tile has six by six elements, of which a result sees three by three."""
+    """A tile has six by six elements, of which a result reads three by three."""
     x, weight = normal(3, 4, 21, 22), normal(5, 4, 3, 3)
     if case == "weight":
         weight[2, 1, 0, 2], weight[3, 0, 1, 1] = np.inf, np.nan
@@ -183,7 +183,7 @@ def test_infinities_and_nan_are_where_the_definition_puts_them(case, threads):
     "x, weight", [((2, 9, 13, 16), (11, 9, 3, 3)), ((1, 16, 70), (5, 16, 3)), ((1, 3, 9, 8, 7), (4, 3, 3, 3, 3))]
 )
 def test_sums_of_an_infinite_block_whose_channels_lie_side_by_side(x, weight, limit):
-    """They are written beside the columns, several parts of which they are computed from."""
+    """Sums of a block with infinities are stored next to the columns, and computed from several parts of these."""
     rng = np.random.default_rng(0)
     x, weight = (rng.integers(-3, 4, shape).astype(np.float32) for shape in (x, weight))
     x[0, 0][tuple(extent // 2 for extent in x.shape[2:])] = np.inf
@@ -229,7 +229,7 @@ def test_what_it_is_not_for_is_refused_by_name_and_never_chosen(x, weight, setti
     ((2, 1, 4), "36 products for a tile of 5x3 pixels, where columns take 120"),
 ])  # fmt: skip
 def test_its_page_counts_the_products_of_a_tile(kernel, words):
-    """Of axes of one tap a tile has one element, which the page does not name."""
+    """A tile has one element along axes of one tap, and the page does not name it."""
     x, weight = normal(1, 2, *(9,) * len(kernel)), normal(3, 2, *kernel)
     call = dict(padding="same", method="winograd")
     assert cupyconv.explain(cupyconv.conv, x, weight, **call).reason == words
@@ -268,7 +268,7 @@ def test_sums_of_integers_are_exact_where_it_is_forbidden():
 
 @pytest.mark.parametrize("taps", [3, 5, 10])
 def test_phases_of_a_strided_input_gradient_are_outputs(taps):
-    """Of half as many taps: 2, 3 and 5."""
+    """The phases have half as many taps: 2, 3 and 5."""
     x, weight = normal(2, 4, 25, 24), normal(4, 4, taps, taps)
     grad = cupyconv.conv(x, weight, stride=2, padding=1)
     expected = reference_gradients.conv_grad_input(grad, weight, x.shape, stride=2, padding=1)
@@ -317,7 +317,7 @@ def test_it_takes_what_explain_says(threads, limit):
     ((1, 64, 60, 60), (64, 64, 3, 3), dict(padding=3, padding_mode="edge")),  # borders are gathered
     ((1, 64, 60, 60), (64, 64, 3, 3), dict(padding=1, activation="gelu")),  # a temporary
     ((1, 256, 14, 14), (256, 256, 3, 3), dict(padding=1)),  # the weight in parts
-    ((1, 64, 4000), (8, 64, 3), {}),  # columns of a NaN in the smaller of two buffers
+    ((1, 64, 4000), (8, 64, 3), {}),  # columns of a block with NaN, in the smaller of two buffers
 ])  # fmt: skip
 def test_each_part_of_its_memory_counts(x, weight, settings):
     x, weight = normal(*x), normal(*weight)
@@ -327,7 +327,7 @@ def test_each_part_of_its_memory_counts(x, weight, settings):
         plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="winograd", **settings)
         cupyconv.clear_caches()
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="winograd", **settings))
-    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take
+    assert peak <= plan.workspace_bytes + 150_000  # and memory of Python objects
 
 
 def test_a_weight_too_large_for_the_limit_leaves_it_to_columns():
@@ -342,7 +342,7 @@ def test_a_weight_too_large_for_the_limit_leaves_it_to_columns():
 
 @pytest.mark.parametrize("limit", [None, 1 << 20])
 def test_a_block_with_infinities_takes_no_more(limit):
-    """Its columns have room where the transforms had."""
+    """Columns of a block with infinities use the memory that the transforms had."""
     x, weight = normal(1, 32, 60, 60), normal(4, 32, 3, 3)
     x[0, 0, 30, 30] = np.nan
     out = np.empty((1, 4, 60, 60), np.float32)
@@ -351,7 +351,7 @@ def test_a_block_with_infinities_takes_no_more(limit):
         cupyconv.clear_caches()
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=1, out=out, method="winograd"))
     assert np.isnan(out).sum() == 4 * 9
-    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; columns of a whole block have 4 MB
+    assert peak <= plan.workspace_bytes + 150_000  # and Python objects; columns of a whole block need 4 MB
 
 
 @pytest.mark.parametrize("limit", [2000, 4000, 9222])
@@ -374,13 +374,13 @@ def test_sums_of_many_outputs_lie_behind_the_columns():
         cupyconv.clear_caches()
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="winograd"))
     assert np.isnan(out).sum() == 34 * 3
-    assert peak <= plan.workspace_bytes + 200_000  # in memory of their own they have 0.7 MB
+    assert peak <= plan.workspace_bytes + 200_000  # in separate memory they would need 0.7 MB
 
 
 @pytest.mark.parametrize("mode", ["constant", "edge"])
 @pytest.mark.parametrize("kernel", [(4, 4), (5, 4), (2, 5), (1, 5)])
 def test_columns_of_a_tile_that_is_larger_than_its_image(kernel, mode):
-    """They take more than the tile and what becomes of it."""
+    """Columns need more memory than the tile and its transform if the tile is larger than its image."""
     x, weight = np.ones((1, 2, 4, 3), np.float32), np.ones((2, 2, *kernel), np.float32)
     x[0, 0, 0, 0] = np.inf
     settings = dict(padding=1, padding_mode=mode)
@@ -392,7 +392,7 @@ def test_columns_of_a_tile_that_is_larger_than_its_image(kernel, mode):
 @pytest.mark.parametrize("value", [0, np.nan])
 @pytest.mark.parametrize("limit", [400_000, 1 << 20, None])
 def test_weight_gradients_within_the_limit(limit, value):
-    """Products of few outputs at a time; columns, where there is a NaN, lie where the tiles of the inputs did."""
+    """Products cover few outputs at a time; columns, if there is a NaN, are stored where the inputs' tiles were."""
     x, grad = normal(4, 64, 20, 20), normal(4, 64, 20, 20)
     grad[1, 40, 5, 5] = value
     expected = cupyconv.conv_grad_weight(x, grad, (3, 3), padding=1, method="gemm")
@@ -405,6 +405,4 @@ def test_weight_gradients_within_the_limit(limit, value):
         cupyconv.clear_caches()
         peak = peak_bytes(gradient) - expected.nbytes
         np.testing.assert_allclose(gradient(), expected, rtol=1e-3, atol=1e-3)
-    assert (
-        peak <= plan.workspace_bytes + 150_000
-    )  # and what Python's objects take; the products of all outputs have 0.6 MB
+    assert peak <= plan.workspace_bytes + 150_000  # and Python objects; the products of all outputs need 0.6 MB

@@ -1,7 +1,7 @@
-"""How far a result may be from the oracle: not at all on integers, by its dtype's rounding on random data.
+"""How far a result may be from the reference: not at all on integers, by its dtype's rounding on random data.
 
 **Integer-valued data** (`assert_exact`).  Every product and partial sum is an integer that the accumulator holds
-exactly, in any order of summation, so nothing short of equality is right.
+exactly, in any order of summation, so only equality is right.
 
 **Random data** (`assert_close`).  A result is a sum of `terms` products, accumulated in the accumulator's precision
 and rounded once to its dtype.  With u the unit roundoff (half of eps), the error of the sum is bounded by
@@ -10,15 +10,15 @@ and rounded once to its dtype.  With u the unit roundoff (half of eps), the erro
     u_acc * lambda * sqrt(terms) * M       with a probability that lambda brings near 1,
 
 where M = sum |x| |w| (+ |bias| + |residual|), because roundings are as often up as down (Higham and Mary, "A new
-approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019).  We take the second with
-lambda = 4, and with terms + 4 for terms: the bias, the residual and an activation are roundings too.
+approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019).  The tolerance is the second bound
+with lambda = 4, and with terms + 4 instead of terms, because the bias, the residual and an activation are roundings
+too.
 
 The result itself is allowed 1 ulp, which is at most eps_out * |y|: half of it for the rounding, half for a tie that the
-accumulated error tipped over; and below the normal numbers an ulp is the smallest subnormal.
+accumulated error decides the other way.  Below the normal numbers an ulp is the smallest subnormal.
 
 float16 and bfloat16 have a float32 accumulator.  Their eps_out, 2**-10 and 2**-7, is then nearly all of their
-tolerance, but where terms cancel and |y| is small nothing but the float32 part is left: that is how a 16-bit
-accumulator is caught.
+tolerance.  But if terms cancel and |y| is small, only the float32 part is left, which detects a 16-bit accumulator.
 
 Activations are Lipschitz with a constant near 1, and lose at most a few ulp of their argument or of 1 (softplus(0), or
 exp(v) - 1 near 0).  So M counts 1 for an activation.
@@ -37,7 +37,7 @@ LARGEST_NORMAL_PRODUCT = 20.0  # |x w| of two standard normals stays below it ov
 
 
 def assert_exact(actual: Any, expected: np.ndarray, dtype: Any) -> None:
-    """Equal in shape, dtype and every value.  `expected` has to be representable in `dtype`."""
+    """Assert equality in shape, dtype and every value.  `expected` must be representable in `dtype`."""
     dtype = np.dtype(dtype)
     actual = checked(actual, expected, dtype)
     wanted = rounded(expected, dtype)
@@ -49,9 +49,9 @@ def assert_exact(actual: Any, expected: np.ndarray, dtype: Any) -> None:
 def assert_close(
     actual: Any, expected: np.ndarray, dtype: Any, terms: int, *, magnitude: Any = None, factor: float = 1.0
 ) -> None:
-    """Equal in shape and dtype, non-finite in the same places, and elsewhere within the tolerance derived above.
+    """Assert equal shape and dtype, non-finite values in the same places, and other errors within the tolerance above.
 
-    `terms` is the number of products in one result.  `magnitude` is M, an array or a bound; left out, it is that of
+    `terms` is the number of products in one result.  `magnitude` is M, an array or a bound; the default is that of
     standard normal data (complex: of unit variance in both parts together).  `factor` widens the accumulator's part,
     for methods that transform their data first.
     """
@@ -61,7 +61,7 @@ def assert_close(
 
 
 def tolerance(expected: np.ndarray, dtype: Any, terms: int, magnitude: Any = None, factor: float = 1.0) -> np.ndarray:
-    """The largest error allowed in each value."""
+    """Return the largest error allowed in each value."""
     dtype = np.dtype(dtype)
     if magnitude is None:
         magnitude = terms + LARGEST_NORMAL_PRODUCT  # the mean of |x w| is 2/pi, below 1
@@ -72,7 +72,7 @@ def tolerance(expected: np.ndarray, dtype: Any, terms: int, magnitude: Any = Non
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """Where sums of this dtype are kept: 16-bit types in float32, the others in themselves."""
+    """Return the dtype of sums: float32 for 16-bit types, the dtype itself for others."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
@@ -80,20 +80,20 @@ def accumulator(dtype: Any) -> np.dtype:
 def finfo(dtype: Any) -> Any:
     if np.dtype(dtype).name != "bfloat16":
         return np.finfo(dtype)
-    import ml_dtypes  # there, where an array of its dtype is
+    import ml_dtypes  # installed if an array has its dtype
 
     return ml_dtypes.finfo(dtype)
 
 
 def checked(actual: Any, expected: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`actual` as a plain NumPy array, once its shape and dtype are known to be right."""
+    """Return `actual` as a plain NumPy array, after checking its shape and dtype."""
     assert actual.dtype == dtype, f"dtype is {actual.dtype}, expected {dtype}"
     assert actual.shape == expected.shape, f"shape is {actual.shape}, expected {expected.shape}"
     return np.asarray(actual.get() if hasattr(actual, "get") else actual)
 
 
 def compare(actual: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
-    """Raise AssertionError with the worst offender, unless |actual - expected| <= allowed everywhere."""
+    """Raise AssertionError with the worst element, unless |actual - expected| <= allowed everywhere."""
     actual, expected = widened(actual), widened(expected)
     kind_of_actual, kind_of_expected = non_finite_kind(actual), non_finite_kind(expected)
     both_finite = (kind_of_actual == "") & (kind_of_expected == "")
@@ -112,7 +112,7 @@ def compare(actual: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> No
 
 
 def non_finite_kind(array: np.ndarray) -> np.ndarray:
-    """Empty where finite, else what sort of infinity or NaN it is, which is unspecified for complex values."""
+    """Return the kind of infinity or NaN, empty for finite values; for complex values the kind is unspecified."""
     if array.dtype.kind == "c":
         return np.where(np.isfinite(array), "", "non-finite")
     return np.select([np.isnan(array), array == np.inf, array == -np.inf], ["nan", "+inf", "-inf"], "")

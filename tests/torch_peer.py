@@ -1,7 +1,7 @@
-"""What PyTorch says: values and gradients of each function, from `torch.nn.functional` and autograd, in NumPy.
+"""PyTorch's values and gradients of each function, from `torch.nn.functional` and autograd, as NumPy arrays.
 
-An independent judge of results; only tests that skip without PyTorch import this.  What PyTorch cannot express is
-composed of what it can: pads are a gather by an index that np.pad makes, a list is `torch.cat`.
+They are an independent check of results; only tests that skip without PyTorch import this module.  Features that
+PyTorch lacks are composed of others: padding is a gather by an index that np.pad makes, and a list is `torch.cat`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def conv_gradients(
     activation: Any = None,
     residual: np.ndarray | None = None,
 ) -> reference_gradients.Gradients:
-    """The gradients of `conv`."""
+    """Return the gradients of `conv`."""
     rank = weight.ndim - 2
     stride, dilation = reference.per_axis(stride, rank), reference.per_axis(dilation, rank)
     leaves = Leaves(x, weight, bias, residual)
@@ -78,7 +78,7 @@ def conv_transpose(
     groups: int = 1,
     activation: Any = None,
 ) -> tuple[np.ndarray, reference_gradients.Gradients]:
-    """The result of `conv_transpose` and its gradients: PyTorch's where it has that padding, else cut out of its whole."""
+    """Return the result of `conv_transpose` and its gradients; padding that PyTorch lacks is cut from the whole."""
     rank = weight.ndim - 2
     leaves = Leaves(x, weight, bias, None)
     image = leaves.image(rank)
@@ -108,7 +108,7 @@ def conv_transpose(
 def max_pool(
     grad: Any, x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1
 ) -> tuple[Any, Any]:
-    """The result of `max_pool` and its gradient.  PyTorch pads at most half a window, so -inf is padded first."""
+    """Return the result of `max_pool` and its gradient; -inf is padded first, as PyTorch pads at most half a window."""
     rank = len(kernel_shape)
     strides = reference.per_axis(kernel_shape if stride is None else stride, rank)
     results = []
@@ -127,7 +127,7 @@ def max_pool(
 
 
 def pooled(image: torch.Tensor, kernel: Any, stride: Any, dilation: Any) -> torch.Tensor:
-    """`max_pool`, for no samples and no channels too: PyTorch refuses some of those."""
+    """`max_pool`, also for no samples and no channels, some of which PyTorch refuses."""
     rank = len(kernel)
     if 0 in image.shape[:2]:
         sizes = [len(range(0, n - d * (k - 1), s)) for n, k, s, d in zip(image.shape[2:], kernel, stride, dilation)]
@@ -136,7 +136,7 @@ def pooled(image: torch.Tensor, kernel: Any, stride: Any, dilation: Any) -> torc
 
 
 class Leaves:
-    """The arguments as tensors that collect gradients, and those gradients in the arguments' form."""
+    """The arguments as tensors that collect gradients; `gradients` has these in the form of the arguments."""
 
     def __init__(self, x: Any, weight: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None) -> None:
         self.is_sequence = isinstance(x, (list, tuple))
@@ -145,7 +145,7 @@ class Leaves:
         self.has_batch = self.xs[0].ndim == weight.ndim
 
     def image(self, rank: int) -> torch.Tensor:
-        """The inputs as one (N, C, *spatial) tensor."""
+        """Return the inputs as one (N, C, *spatial) tensor."""
         whole = torch.cat(self.xs, dim=-rank - 1)
         return whole if self.has_batch else whole[None]
 

@@ -1,7 +1,7 @@
-"""A user's script, as two type checkers read it: mypy and pyright, both strict.  Nobody runs it; see `.ci/run`.
+"""A user's script for two type checkers, mypy and pyright, both strict.  Nobody runs it; see `.ci/run`.
 
-Every public name is used as users use it.  A line with ``type: ignore`` is a mistake that both checkers must see: an
-ignore that nothing needs is an error of its own.
+It uses every public name as users do.  A line with ``type: ignore`` is a mistake that both checkers must find, because
+an unused ignore is itself an error.
 """
 
 from __future__ import annotations

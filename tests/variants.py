@@ -1,7 +1,7 @@
-"""Every kernel variant that planning can ask for, as a list: to compile, to check, to warm a cache with.
+"""A list of every kernel variant that planning can request: to compile, to check, to fill a cache with.
 
-A variant is a kernel and its macros.  The list is written from the tables that planning chooses
-from; a test plans a broad product of problems and finds every kernel of every plan in it.
+A variant is a kernel and its macros.  The list is written from the tables that planning chooses from.  A test plans a
+broad product of problems, and finds every kernel of every plan in the list.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 
-#: Kernels of pooling, and what each makes of a window.
+#: Pooling kernels, and what each computes of a window.
 POOLING = {"pool": (LARGEST, LARGEST_AND_PLACE, MEAN), "pool_gradient": (LARGEST, MEAN)}
 #: Kernels of a recurrent layer's gradients.
 RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_gradient_persistent", "recurrent_inputs")
-#: Of recurrent layers, by whether the weight stays in shared memory.
+#: Kernels of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
-#: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+#: Rows of the weight per unit in one product: an rnn and the last part of a gru, that gru's first part, a gru, an lstm.
 GATES_PER_PRODUCT = (1, 2, 3, 4)
 
 
 def is_fast(kernel: Kernel) -> bool:
-    """Whether speed is the reason the variant exists, so that a register spilled to memory defeats it.
+    """Return whether the variant exists for speed, so that a register spill defeats its purpose.
 
-    direct and transposed are for generality: there a few bytes spilled cost little beside the scattered access.
+    `direct` and `transposed` exist for generality: a few spilled bytes cost little compared with their scattered
+    access.
     """
     fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
     of_transforms = ("tiles", "spectra", "spectra_gradient")
@@ -62,9 +63,9 @@ def is_fast(kernel: Kernel) -> bool:
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
-    """Whether GPUs of this compute capability have the instructions for a variant, so that planning may ask for it.
+    """Return whether GPUs of this compute capability have a variant's instructions, so that planning may request it.
 
-    The others compile there too, to code that stops with an error.
+    The other variants compile there too, to code that stops with an error.
     """
     macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     if kernel.name in RECURRENT.values():
@@ -93,10 +94,10 @@ REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
 
 
 def all_variants() -> tuple[Kernel, ...]:
-    """All variants.
+    """Return all variants.
 
-    The number is bounded because nothing of a problem's size reaches a macro: only dtypes, and tile
-    and vector widths from short tables.
+    Their number is bounded because no size of a problem reaches a macro: only dtypes, and tile and vector widths from
+    short tables.
     """
     return (
         *_merge_variants(),
@@ -183,7 +184,7 @@ def all_variants() -> tuple[Kernel, ...]:
 
 
 def vector_widths(itemsize: int) -> tuple[int, ...]:
-    """Elements that a thread may move at once: 16 bytes of them, or one."""
+    """Return the numbers of elements that a thread may move at once: 16 bytes of them, or one."""
     return tuple(dict.fromkeys((VECTOR_BYTES // itemsize, 1)))
 
 
@@ -198,7 +199,7 @@ def _merge_variants() -> list[Kernel]:
 
 
 def _products() -> list[dict[str, object]]:
-    """Image and weight are of the result's dtype, or one of them is real beside a complex result."""
+    """Return dtypes of image, weight and result: all the same, or one real factor and a complex result."""
     return [
         {"X_DTYPE": x, "W_DTYPE": weight, "Y_DTYPE": result}
         for result in DTYPES
@@ -212,7 +213,7 @@ def _direct_variants(name: str, **macros: object) -> list[Kernel]:
 
 
 def _tiles_variants() -> list[Kernel]:
-    """Tiles are of the dtype that an image, or a weight, is summed in, or complex beside a real one; a weight has no prologue."""
+    """Return tiles in the dtype of sums, or complex for a real array and a complex one; weights have no prologue."""
     return [
         _kernel("tiles", DTYPE=dtype, TILE_DTYPE=tile, **prologue)
         for dtype in DTYPES
@@ -222,7 +223,7 @@ def _tiles_variants() -> list[Kernel]:
 
 
 def _col2im_variants() -> list[Kernel]:
-    """Columns in the result's dtype, or as a GEMM leaves them: in the accumulator's, or in two real planes.
+    """Return columns in the result's dtype, in the accumulator's dtype, or in two real planes, as a GEMM stores them.
 
     The first come from `col2im`, whose padding is zeros.
     """
@@ -236,7 +237,7 @@ def _col2im_variants() -> list[Kernel]:
 
 
 def _weight_gradient_variants() -> list[Kernel]:
-    """Image and gradient are of the result's dtype, or one of them is real beside a complex result."""
+    """Return variants for image and gradient of the result's dtype, or for one real factor and a complex result."""
     return [
         _kernel("weight_gradient", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, OUTPUTS=outputs, **prologue)
         for prologue in PROLOGUES
@@ -248,7 +249,7 @@ def _weight_gradient_variants() -> list[Kernel]:
 
 
 def _epilogue_variants() -> list[Kernel]:
-    """Sums come in the accumulator's dtype, a complex one whole or in two real planes, or in the result's; or an image is widened."""
+    """Return variants for sums in the accumulator's dtype, its real planes or the result's, and for widened images."""
     narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
     return [
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
@@ -261,7 +262,7 @@ def _epilogue_variants() -> list[Kernel]:
 
 
 def _epilogue_grad_variants() -> list[Kernel]:
-    """Vectors along pixels, along channels, or none."""
+    """Return variants with vectors along pixels, along channels, or without vectors."""
     return [
         _kernel("epilogue_grad", DTYPE=dtype, WIDTH=width, ALONG_CHANNELS=along_channels)
         for dtype in DTYPES
@@ -271,7 +272,7 @@ def _epilogue_grad_variants() -> list[Kernel]:
 
 
 def _conv_pair_variants() -> list[Kernel]:
-    """Every arithmetic that a pair of layers has on any GPU."""
+    """Return variants for every arithmetic that a pair of layers has on any GPU."""
     return [
         _kernel("conv_pair", DTYPE=dtype, ARITHMETIC=arithmetic, FIRST=kinds[0], SECOND=kinds[1])
         for dtype in REAL_DTYPES
@@ -285,7 +286,7 @@ def _conv_pair_variants() -> list[Kernel]:
 
 
 def _implicit_gemm_variants() -> list[Kernel]:
-    """Every arithmetic of a dtype on any GPU, every tile, every way to gather; with a prologue one of each."""
+    """Return every arithmetic of a dtype on any GPU, with every tile and gather; with a prologue, one gather."""
     of_dtype = [(dtype, arithmetic) for dtype in DTYPES for arithmetic in _arithmetics(dtype)]
     return [
         *(
@@ -324,7 +325,7 @@ def _recurrent_gradient_variants() -> list[Kernel]:
 
 
 def _recurrent_variants() -> list[Kernel]:
-    """Every tile of a dtype on any GPU, for each number of gates of a product; of many steps also for gates as given."""
+    """Return every tile of a dtype on any GPU, for each number of gates; persistent ones also for given gates."""
     return [
         _kernel(name, **dict(tile.macros), GATES=gates, **given)
         for resident, name in RECURRENT.items()

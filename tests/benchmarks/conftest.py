@@ -1,6 +1,6 @@
-"""In an ordinary run every benchmark's body runs once on small images, checked and untimed, so that none of them rots.
+"""An ordinary run executes every benchmark once on small images, checked and untimed, so that none breaks unnoticed.
 
-``--benchmark-only`` times them; the jobs of the demo's size run only then.
+``--benchmark-only`` times the benchmarks.  Only then do the jobs of the demo's size run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def benchmark(request: pytest.FixtureRequest, benchmark: Any) -> Any:
-    """pytest-benchmark's fixture, which times nothing unless it was asked to."""
+    """Return pytest-benchmark's fixture, which times nothing unless ``--benchmark-only`` is given."""
     if not timing_asked_for(request.config):
         benchmark.disabled = True
     return benchmark

@@ -1,4 +1,4 @@
-"""The figures and the status on GPUs of README and docs/, from the results files beside this one::
+"""Write the figures and the status on GPUs into README and docs/, from the files in results/::
 
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
 python -m cupyconv bench --groups "filters,large kernels" --peers scipy,opencv --methods fft --json tests/benchmarks/results/filters.json
@@ -28,17 +28,17 @@ from tests.gpu_report.status import STATUS_BEGIN, STATUS_END, status
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 FIGURES_BEGIN, FIGURES_END = "<!-- figures:", "<!-- end of figures -->"
-#: The peer whose memory is shown.
+#: The peer whose memory use is shown.
 PLAIN = "numpy"
 
-#: The ways of SciPy that take transforms.
+#: Entries of a row's `ways` in which SciPy uses Fourier transforms.
 SCIPY_TRANSFORMS = ("fftconvolve", "fftconvolve at once", "oaconvolve")
 
 NO_GPU = "**Never:** no GPU has been measured yet.\n"
 
 
 def layers(record: dict[str, Any]) -> str:
-    """The table of the ordinary layers: our time, over that of each peer, and memory."""
+    """Table of the ordinary layers: cupyconv's time, its ratio to the time of each peer, and memory use."""
     names = {case.name for case in ordinary_cases()}
     rows = [row for row in record["cases"] if row["case"]["name"] in names]
     peers = compared(rows)
@@ -52,7 +52,7 @@ def layers(record: dict[str, Any]) -> str:
 
 
 def groups(record: dict[str, Any]) -> str:
-    """The table of geometric means over everything that was measured."""
+    """Table of the geometric means of the ratios over all measured cases, one row per group."""
     peers = [*compared(record["cases"]), BEST]
     lines = [
         [f"{group} ({len(rows)})", *_cells(means(rows), peers), f"{max(ratios(row).get(BEST, 0) for row in rows):.2f}"]
@@ -62,7 +62,7 @@ def groups(record: dict[str, Any]) -> str:
 
 
 def every_case(record: dict[str, Any]) -> str:
-    """A table for each group with all of its cases, slowest beside the best peer first, and the method chosen."""
+    """One table per group with all its cases and the chosen method, the slowest relative to the best peer first."""
     tables = []
     for group, rows in grouped(record["cases"]).items():
         peers = [*compared(rows), BEST]
@@ -77,7 +77,7 @@ def every_case(record: dict[str, Any]) -> str:
 
 
 def losses(record: dict[str, Any]) -> str:
-    """On how many cases each peer was faster."""
+    """Sentence that says on how many cases each peer was faster."""
     every = [(peer, ratio) for row in record["cases"] for peer, ratio in ratios(row).items() if peer != BEST]
     lost = Counter(peer for peer, ratio in every if ratio > 1)
     counts = (f"{_shown(peer)} on {lost[peer]} of {n}" for peer, n in Counter(p for p, _ in every).items())
@@ -85,7 +85,7 @@ def losses(record: dict[str, Any]) -> str:
 
 
 def source(record: dict[str, Any]) -> str:
-    """What the figures depend on."""
+    """Sentence that says what the figures depend on: clock, machine, versions, date, load."""
     known = record["environment"]
     threads, load = known["blas_threads"], known["load_before"]
     busy = f" The machine was busy with other work (load {load})." if load != "unknown" and load > 0.5 else ""
@@ -97,7 +97,7 @@ def source(record: dict[str, Any]) -> str:
 
 
 def _milliseconds(row: dict[str, Any]) -> str:
-    """Three digits at the least, where a call takes less than a millisecond too."""
+    """Milliseconds with one decimal; with three decimals below 1 ms."""
     milliseconds = row["ways"][OURS]["median"] * 1e3
     return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.3f}"
 
@@ -107,7 +107,7 @@ def _shown(way: str) -> str:
 
 
 def _cells(of: dict[str, float], peers: list[str]) -> list[str]:
-    """Ratios, with those above 1 in bold."""
+    """Ratios to these peers; ratios above 1 are bold."""
     return ["" if peer not in of else f"**{of[peer]:.2f}**" if of[peer] > 1 else f"{of[peer]:.2f}" for peer in peers]
 
 
@@ -117,26 +117,26 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def figures() -> str:
-    """What README shows: the means and the losses."""
+    """README's figures: the means and the losses."""
     record = read_record(RESULTS / "numpy.json")
     return f"{groups(record)}\n{losses(record)} {source(record)}\n"
 
 
 def numpy_page() -> str:
-    """What docs/speed/numpy.md shows: the same, memory, and every case."""
+    """Content of docs/speed/numpy.md: README's figures, memory use, and every case."""
     record = read_record(RESULTS / "numpy.json")
     sections = (figures(), "## Ordinary layers, with memory\n", layers(record), "## Every case\n", every_case(record))
     return "\n".join(sections)
 
 
 def page_of(name: str) -> str:
-    """What the page of a record shows: means and losses, and every case."""
+    """Content of a record's page: means, losses, and every case."""
     record = read_record(RESULTS / f"{name}.json")
     return f"{groups(record)}\n{losses(record)} {source(record)}\n\n## Every case\n\n{every_case(record)}"
 
 
 def transforms_table(record: dict[str, Any]) -> str:
-    """What docs/how-it-works/numpy.md shows: transforms, counted and timed, of 31x31 kernels on one image."""
+    """Table in docs/how-it-works/numpy.md: number of transforms and speed for 31x31 kernels on one image."""
     rows = [row for row in record["cases"] if row["case"]["kernel"] == [31, 31] and row["group"] == "large kernels"]
     lines = []
     for row in rows:
@@ -150,7 +150,7 @@ def transforms_table(record: dict[str, Any]) -> str:
 
 
 def machines(results: Path, kind: str) -> str:
-    """A section for each machine that a record of this kind, ``KIND-NAME.json``, is of."""
+    """One section per machine that has a record of this kind, ``KIND-NAME.json``."""
     records = [read_record(path) for path in sorted(results.glob(f"{kind}-*.json")) if "report" not in path.name]
     sections = (
         f"## {record['environment']['machine']}\n\n{groups(record)}\n{losses(record)} {source(record)}\n\n{every_case(record)}"
@@ -160,12 +160,12 @@ def machines(results: Path, kind: str) -> str:
 
 
 def gpu_page(results: Path) -> str:
-    """What docs/speed/gpu.md shows: each GPU that was measured."""
+    """Content of docs/speed/gpu.md: one section per measured GPU."""
     return machines(results, "gpu") or NO_GPU
 
 
 def networks_table(record: dict[str, Any]) -> str:
-    """What docs/how-to/onnx.md shows: a network's time by each way, and ours over ONNX Runtime's."""
+    """Table in docs/how-to/onnx.md: times of each network, and two ratios of `load`."""
     lines = [
         [name, *(f"{seconds[way] * 1e3:.0f} ms" for way in ("cupyconv", "by hand", "node by node", "onnxruntime")),
          f"{seconds['cupyconv'] / seconds['by hand']:.2f}", f"{seconds['cupyconv'] / seconds['onnxruntime']:.1f}"]
@@ -181,7 +181,7 @@ def networks_table(record: dict[str, Any]) -> str:
 
 
 def block_table(record: dict[str, Any]) -> str:
-    """What docs/how-to/skip-connections.md shows: the memory of a dense block, both ways."""
+    """Table in docs/how-to/skip-connections.md: memory of a dense block, concatenating and merged."""
     lines = [[f"{layers:.0f}", f"{copies} MB", f"{merged} MB"] for layers, copies, merged in record["block_memory"]]
     return _table(["layers", "concatenating", "merged"], lines)
 
@@ -190,7 +190,7 @@ def networks() -> dict[str, Any]:
     return json.loads((RESULTS / "networks.json").read_text("utf-8"))
 
 
-#: What stands between which marks of which page.
+#: Page -> its begin mark, its end mark, and the function that returns the text between them.
 WRITTEN = {
     "README.md": (FIGURES_BEGIN, FIGURES_END, figures),
     "docs/speed/numpy.md": (FIGURES_BEGIN, FIGURES_END, numpy_page),
@@ -210,7 +210,7 @@ WRITTEN = {
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
-    """Each page that has such marks: its place, its text as it is, and as it should be."""
+    """Yield the path of each page with marks, its current text, and its new text."""
     for name, (begin, end, write) in WRITTEN.items():
         path = ROOT / name
         text = path.read_text(encoding="utf-8")
@@ -219,7 +219,7 @@ def pages() -> Iterator[tuple[Path, str, str]]:
 
 
 def between(text: str, begin: str, end: str) -> tuple[int, int]:
-    """Where in a text that stands which two marks enclose."""
+    """Return where the part of a text between two marks begins and ends."""
     return text.index("\n", text.index(begin)) + 1, text.index(end)
 
 

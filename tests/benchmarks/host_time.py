@@ -1,27 +1,27 @@
-"""Microseconds of host time a call takes where the arrays are so small that nothing else counts::
+"""Host time per call, in microseconds, for arrays so small that nothing else counts::
 
     python -m tests.benchmarks.host_time [--rounds 25] [--calls 400] [--json FILE]
 
-**CUDA, without a GPU.**  The calls run on a null device: everything of the library runs, from the public
-function to the launch, and what it hands to the device (kernel, grid, packed parameters; cuBLAS's arguments) is
-accepted and dropped.  Where CuPy is installed the arrays are CuPy's own, made over addresses at which there is
-nothing, so that reading their shapes, strides and pointers and making the result's array cost what they cost on a
-GPU; else stand-ins with the same attributes.  **Not included**, because it needs a driver: in each launch asking
-CuPy for the stream, its wrapper and ``cuLaunchKernel``; in each GEMM CuPy's wrapper and cuBLAS; the memory pool, once
-for the result and once a workspace buffer; asking CUDA for the current device.  All of these are CuPy's and the driver's, and no figure of theirs is made up here.
+**CUDA, without a GPU.**  The calls run on a null device.  All of the library's code runs, from the public function to
+the launch.  The device accepts and drops what it is given (kernel, grid, packed parameters; cuBLAS's arguments).  If
+CuPy is installed, the arrays are CuPy's own, made over addresses without memory.  Reading their shapes, strides and
+pointers and creating the result's array then costs what it costs on a GPU.  Otherwise, the arrays are stand-ins with
+the same attributes.  **Not included**, because it needs a driver: per launch, asking CuPy for the stream, its wrapper
+and ``cuLaunchKernel``; per GEMM, CuPy's wrapper and cuBLAS; the memory pool, once for the result and once per
+workspace buffer; asking CUDA for the current device.  All of these belong to CuPy and the driver.
 
 **CUDA, CuPy on a driver that does nothing**, with ``python -m tests.fake_gpu tests/benchmarks/host_time.py``: the real
-CuPy, whose every call of CUDA and cuBLAS returns at once.  What the null device leaves out is in it, but for the
-driver's and cuBLAS's own time.
+CuPy runs, and every call of CUDA and cuBLAS returns at once.  The times include what the null device leaves out,
+except the time inside the driver and cuBLAS.
 
-**CUDA, on a GPU**, where there is one: the same calls until they return, everything included.  The GPU is
-waited for between rounds, outside the clock.
+**CUDA, on a GPU**, if there is one: the same calls until they return, everything included.  Between rounds, outside
+the clock, the script waits for the GPU.
 
-**NumPy.**  The call and the bare `np.matmul` of its products in turns, and the difference: what the library takes
-for columns, epilogue and itself.  Where torch is installed, its ``conv2d`` on the CPU with one thread is timed as a
-peer on the smallest shape.
+**NumPy.**  The call and the bare `np.matmul` of its products alternate.  Their difference is the time for columns,
+epilogue and the library's own overhead.  If torch is installed, its ``conv2d`` on the CPU with one thread is timed as
+a peer on the smallest shape.
 
-The smallest of all rounds is what the code costs; the median is what a busy machine made of it.
+The minimum of all rounds is the cost of the code.  The median also contains the load of the machine.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from cupyconv.problem.plan import KernelLaunch
 from tests import fake_gpu
 
 _NULL_CONTEXT = nullcontext()
-#: The table of CuPy's own calls: on a GPU, or on an emulated one that has been let go.
+#: Names of the table of CuPy's own calls: on a GPU, or on an emulated GPU after `fake_gpu.let_go`.
 REAL = ("cuda, on the GPU", "cuda, CuPy on a driver that does nothing")
 
 
 class NullArray:
-    """What a call reads of an array; there is no memory behind it."""
+    """The attributes of an array that a call reads, without memory."""
 
     __slots__ = ("address", "dtype", "ndim", "shape", "size", "strides")
 
@@ -68,7 +68,7 @@ class NullArray:
 
 
 class NullDevice:
-    """Implements `cupyconv.cuda.run.device.Device`: accepts everything, counts it, does nothing."""
+    """An implementation of `cupyconv.cuda.run.device.Device` that accepts everything, counts it, and does nothing."""
 
     arrays_are = "stand-ins for CuPy's"
     array_class: type = NullArray
@@ -79,7 +79,7 @@ class NullDevice:
         self._addresses = count(1 << 40, 1 << 30)
 
     def array(self, *shape: int, dtype: Any = np.float32) -> Any:
-        """A C-ordered array at an address of its own."""
+        """Return a C-ordered array at an address of its own."""
         return NullArray(shape, dtype, next(self._addresses))
 
     def current(self) -> AbstractContextManager[Any]:
@@ -130,7 +130,7 @@ class NullDevice:
 
 
 def null_device() -> NullDevice:
-    """A device with a backend for its arrays: CuPy's own over no memory, or stand-ins where there is no CuPy."""
+    """Return a device whose arrays have a backend: CuPy's own arrays without memory, or stand-ins without CuPy."""
     device = NullDevice() if importlib.util.find_spec("cupy") is None else _null_cupy_device()
     backend = CudaBackend(device)
     register_backend(device.array_class, lambda array: backend)
@@ -143,7 +143,7 @@ def _null_cupy_device() -> NullDevice:
     from cupyconv.cuda.run.cupy_device import CupyDevice
 
     class NullCupyDevice(NullDevice):
-        """What reads CuPy's arrays is the real device's."""
+        """A null device that reads CuPy's arrays with the methods of the real device."""
 
         arrays_are = f"CuPy {cupy.__version__}'s own, over no memory"
         array_class = cupy.ndarray
@@ -166,7 +166,7 @@ def _null_cupy_device() -> NullDevice:
 
 
 def cuda_calls(array: Callable[..., Any]) -> Iterator[tuple[str, Callable[[Any], Any], tuple[int, ...]]]:
-    """Names, calls that take `out`, and the shape of their results: methods of one launch, then columns and GEMM."""
+    """Yield names, calls that accept `out`, and shapes of results: methods of one launch, then columns and GEMM."""
     xs, merge = [array(1, 4, 64) for _ in range(5)], array(4, 20)
     x, pointwise, depthwise, weight = array(1, 16, 8, 8), array(16, 16, 1, 1), array(16, 1, 3, 3), array(16, 16, 3, 3)
     bias = array(16)
@@ -184,7 +184,7 @@ def cuda_calls(array: Callable[..., Any]) -> Iterator[tuple[str, Callable[[Any],
 
 
 def numpy_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """Names, calls, and the bare products of each."""
+    """Yield names, calls, and the bare products of each call."""
     rng = np.random.default_rng(0)
 
     def array(*shape: int) -> np.ndarray:
@@ -204,7 +204,7 @@ def numpy_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
 
 
 def torch_call() -> Callable[[], Any] | None:
-    """The NumPy table's "conv 3x3" by torch on the CPU, or None where it is not installed."""
+    """Return the NumPy table's "conv 3x3" by torch on the CPU, or None if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -220,7 +220,7 @@ def torch_call() -> Callable[[], Any] | None:
 
 
 def gpu() -> Any:
-    """CuPy, where it has a GPU to run on; else None."""
+    """Return CuPy if it has a GPU to run on, else None."""
     if importlib.util.find_spec("cupy") is None:
         return None
     import cupy
@@ -231,9 +231,9 @@ def gpu() -> Any:
 def in_turns(
     calls: Sequence[Callable[[], Any]], rounds: int, repeats: int, finish: Callable[[], Any] = lambda: None
 ) -> list[list[float]]:
-    """Microseconds a call, for each of the calls in each round; they take turns within every round.
+    """Return microseconds per call, for each call and each round; the calls alternate within a round.
 
-    `finish` comes after each turn, untimed.
+    `finish` runs after each turn, untimed.
     """
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
@@ -250,7 +250,7 @@ def in_turns(
 
 
 def measure(rounds: int, repeats: int) -> dict[str, Any]:
-    """All tables as (smallest, median) microseconds by name."""
+    """Return all tables as (minimum, median) microseconds by name."""
 
     def summary(times: list[float]) -> tuple[float, float]:
         return min(times), statistics.median(times)
@@ -266,7 +266,7 @@ def measure(rounds: int, repeats: int) -> dict[str, Any]:
         return rows
 
     cupy, real = gpu(), None
-    if cupy is not None:  # before CuPy's arrays are given to the null device; few calls, or the queue is full
+    if cupy is not None:  # before the null device gets CuPy's arrays; few calls, so that the queue does not fill
         finish = cupy.cuda.runtime.deviceSynchronize
         calls = sides(lambda *shape: cupy.ones(shape, np.float32))
         if fake_gpu.is_installed():

@@ -1,10 +1,10 @@
-"""What pages say of whole networks and of memory, timed and recorded: `results/networks.json`::
+"""Times of whole networks and memory of a dense block, recorded in `results/networks.json` for the pages::
 
     python -m tests.benchmarks.networks     # on a quiet machine, with onnx and onnxruntime
     python -m tests.benchmarks.figures
 
-Networks of ONNX's own test data, for one image: `load`'s, the same calls by hand, those that a person would write node by node,
-nothing fused, and ONNX Runtime's.  And `examples/densenet_block.py`, whose lines are kept.
+The networks come from ONNX's own test data and process one image.  Each is run by `load`, by the same calls written by
+hand, node by node with nothing fused, and by ONNX Runtime.  `examples/densenet_block.py` prints the memory figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cupyconv.interop.onnx_model import Model, Places
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
-#: As ONNX names the file, and as people do.
+#: Name in ONNX's file names -> common name.
 TIMED = {
     "squeezenet": "SqueezeNet", "shufflenet": "ShuffleNet", "resnet50": "ResNet-50", "densenet121": "DenseNet-121",
 }  # fmt: skip
@@ -44,9 +44,9 @@ NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
 
 
 def with_weights(model):
-    """One of ONNX's networks, whose weights are all one number, with random ones, that keep numbers near 1.
+    """Replace the constant weights of one of ONNX's networks by random weights that keep values near 1.
 
-    Without the softmax at its end, which ONNX's reference does along another axis than this version of it says.
+    A final softmax is removed, because ONNX's reference uses another axis than the model's version specifies.
     """
     rng, graph = np.random.default_rng(0), model.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -63,17 +63,17 @@ def with_weights(model):
     inputs = [value for value in graph.input if value.name not in constants]
     del graph.input[:]
     graph.input.extend(inputs)
-    model.ir_version = 8  # from 4 on a constant need not be an input
+    model.ir_version = 8  # from version 4 on, a constant need not be an input
     graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return model
 
 
 def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], Any]:
-    """A network as one of `WAYS` runs it."""
+    """Return a call that runs a network in one of `WAYS`."""
     if way == "onnxruntime":
         import onnxruntime
 
-        onnxruntime.set_default_logger_severity(3)  # it would say that the shapes are used no longer
+        onnxruntime.set_default_logger_severity(3)  # hide the warning that the shapes are no longer used
         session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         return lambda: session.run(None, given)[0]
     if way == "cupyconv":
@@ -90,7 +90,7 @@ def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], 
             inputs = [values[name] if name else None for name in node.inputs]
             for name in node.inputs:
                 if last[name] is node and name not in graph.outputs:
-                    values.pop(name, None)  # as a script forgets an image whose name it gives to the next
+                    values.pop(name, None)  # as in a script that gives the image's name to the next one
             if node.op in OPERATORS:
                 outputs = OPERATORS[node.op](*inputs, **node.attributes, outputs=len(node.outputs))
             else:
@@ -102,9 +102,9 @@ def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], 
 
 
 def by_hand(run: Model, given: dict[str, np.ndarray]) -> Callable[[], Any]:
-    """The calls of a model, everything fused, as a script makes them: of the public functions, one after the other."""
+    """Return a model's calls with everything fused, as a script makes them: public functions, one after the other."""
     functions = {"Conv": cupyconv.conv, "ConvTranspose": cupyconv.conv_transpose}
-    # Weights as a script has them: nothing that is made of them is kept from call to call.
+    # Weights are plain arrays, as in a script: nothing derived from them is cached between calls.
     settings = {
         key: {name: np.array(one) if isinstance(one, np.ndarray) else one for name, one in layer.arguments.items()}
         for key, (layer, _) in run._layers.items()
@@ -127,10 +127,10 @@ def by_hand(run: Model, given: dict[str, np.ndarray]) -> Callable[[], Any]:
 
 
 def seconds_of(name: str, way: str) -> float:
-    """Median seconds of a network, whose result is that of ONNX Runtime."""
+    """Return the median seconds of a network, after comparing its result with that of ONNX Runtime."""
     model = with_weights(onnx.load(NETWORKS / f"light_{name}.onnx"))
     given = {model.graph.input[0].name: np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)}
-    expected = call_of("onnxruntime", model, given)()  # whose threads are gone when others are timed
+    expected = call_of("onnxruntime", model, given)()  # its threads end before the timed calls
     call = call_of(way, model, given)
     np.testing.assert_allclose(call(), expected, rtol=0, atol=1e-5 * abs(expected).max())
     seconds = []
@@ -142,9 +142,9 @@ def seconds_of(name: str, way: str) -> float:
 
 
 def timed(name: str) -> dict[str, float]:
-    """The seconds of each way, each in a process of its own: threads of one library that wait would slow another.
+    """Return the seconds for each of `WAYS`, each in its own process: waiting threads of one library slow another.
 
-    Of three processes those of the least: another program of the machine disturbs two threads more than one.
+    The result is the minimum of three processes: another program on the machine disturbs two threads more than one.
     """
     command = [sys.executable, "-m", "tests.benchmarks.networks", name]
     turns = [[float(subprocess.check_output([*command, way], cwd=ROOT)) for way in WAYS] for _ in range(3)]
@@ -152,7 +152,7 @@ def timed(name: str) -> dict[str, float]:
 
 
 def block_memory() -> list[list[float]]:
-    """Layers, and megabytes of a training step: concatenating, and merged."""
+    """Return rows of layers and megabytes of a training step, concatenating and merged."""
     command = [sys.executable, str(ROOT / "examples" / "densenet_block.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"^ *(\d+) +([\d.]+) MB.*? ([\d.]+) MB", printed, re.MULTILINE)

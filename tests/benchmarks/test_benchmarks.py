@@ -3,10 +3,10 @@
     pytest tests/benchmarks --benchmark-only --benchmark-group-by=param:case
     CUPYCONV_REQUIRE_GPU=1 pytest tests/benchmarks -m gpu --benchmark-only --benchmark-group-by=param:case
 
-Each NumPy case appears twice, as `cupyconv` and as its peer (concatenate + one whole im2col + matmul); a GPU's as
-`cupyconv`, and as torch where that is installed.  Results are held to float64 before the clock runs.  ``extra_info`` has
-GB/s, GFLOP/s, the floor and, on NumPy, the workspace.  The times on a GPU are those of a call that is waited for, with
-warm caches: for the GPU's own time, empty caches and ratios run the command.
+Each NumPy case appears twice, as `cupyconv` and as its peer (concatenate + one whole im2col + matmul).  A GPU case
+appears as `cupyconv`, and as torch if that is installed.  Results are compared with float64 before the clock runs.
+``extra_info`` has GB/s, GFLOP/s, the floor and, on NumPy, the workspace.  Times on a GPU include the wait for the
+result, with warm caches.  For the GPU's own time, empty caches and ratios, run the command.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.benchmarks.conftest import timing_asked_for
 ORDINARY = [pytest.param(case, id=case.name) for case in (*JOBS[2:], *LAYERS)]
 LARGE = [pytest.param(case, id=case.name) for case in JOBS[:2]]
 
-#: A few of a GPU's table: a merge, a skip, a 3x3 layer in two precisions, depthwise.
+#: A few cases from the GPU's table: a merge, a skip connection, a 3x3 layer in two precisions, depthwise.
 ON_GPU = [
     pytest.param(case, id=case.name)
     for case in gpu_cases()
@@ -66,7 +66,7 @@ def test_job_at_its_original_size(request: pytest.FixtureRequest, benchmark: Any
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # what torch warns of is no failure of ours
+@pytest.mark.filterwarnings("default")  # torch's warnings are not failures of this library
 @pytest.mark.parametrize("case", ON_GPU)
 @pytest.mark.parametrize("side", ["cupyconv", "torch", "torch channels-last"])
 def test_case_on_a_gpu(benchmark: Any, case: Case, side: str) -> None:
@@ -91,10 +91,10 @@ def test_every_case_chosen_for_a_gpu_exists() -> None:
 
 
 def test_the_library_needs_less_memory() -> None:
-    """A promise that, unlike the times, does not depend on the machine."""
+    """The library uses less memory than its peer, which, unlike the times, does not depend on the machine."""
     for case in (JOBS[2], *LAYERS):
         ours, peer = (beyond_result(case, side) for side in ("cupyconv", "peer"))
-        if peer > 1 << 20:  # a lone 1x1 convolution takes nothing on either side
+        if peer > 1 << 20:  # a single 1x1 convolution needs no memory on either side
             assert ours < peer, case.name
 
 
@@ -120,7 +120,7 @@ def measure_on_numpy(benchmark: Any, case: Case, side: str) -> None:
 def measure(
     benchmark: Any, machine: Any, case: Case, call: Callable[[], Any], result: Any, xs: Any, weights: Any, **how: Any
 ) -> None:
-    """Check one side of a case, then time it to its end."""
+    """Check one side of a case, then time it, including the wait for its end."""
     error(machine.xp, case, result, in_float64(machine.xp, case, xs, weights), **how)
 
     def to_its_end() -> None:

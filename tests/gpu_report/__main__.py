@@ -1,4 +1,4 @@
-"""The command: parts one after the other, each within its share of the time, and a report after each."""
+"""The command: it runs the parts in turn, each within its share of the time, and writes a report after each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.gpu_report.parts import PARTS, Run, Skipped, environment
 from tests.gpu_report.processes import add_line, read_lines
 from tests.gpu_report.report import as_json, in_words, is_whole, report_of
 
-#: The environment's own limit in seconds.
+#: Maximum seconds of the environment part.
 FOR_ENVIRONMENT = 60.0
-#: Of the default; each holds a CUDA context.
+#: Maximum of the default number of processes; each holds a CUDA context.
 MOST_PROCESSES = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 0 where nothing failed and nothing that was begun was left out; 2 where a GPU was required."""
+    """Return 0 if every expected result is there and none failed, 2 if a required GPU is missing, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu_report",
         description="Test and measure the library on this machine's GPU, and write a report of it.",
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     if run.results.exists():
         parser.error(f"{run.out} has a report already")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes under way are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running processes are ended too
     return report(run, [name for name in PARTS if name in given.part], time.monotonic() + 60 * given.minutes)
 
 
 def report(run: Run, names: Sequence[str], until: float) -> int:
-    """Run the parts; each gets its share of what is left."""
+    """Run the parts; each gets its share of the remaining time."""
     environment(run, min(until, time.monotonic() + FOR_ENVIRONMENT))
     for number, name in enumerate(names):
         began = time.monotonic()
@@ -67,7 +67,7 @@ def report(run: Run, names: Sequence[str], until: float) -> int:
             part(run, began + share * (until - began))
         except Skipped as reason:
             add_line(run.results, part=name, skipped=str(reason))
-        except Exception:  # the next part is run, and the report says it
+        except Exception:  # the report shows it, and the next part runs
             add_line(run.results, part=name, name=name, outcome="failed", message=traceback.format_exc())
         add_line(run.results, part=name, part_seconds=time.monotonic() - began)
         found = write_report(run)
@@ -76,7 +76,7 @@ def report(run: Run, names: Sequence[str], until: float) -> int:
 
 
 def write_report(run: Run) -> dict:
-    """The report so far."""
+    """Write the report so far, and return it."""
     record = read_record(run.bench_record) if run.bench_record.exists() else None
     found = report_of(read_lines(run.results), record, run.target)
     (run.out / "gpu-report.json").write_text(as_json(found), encoding="utf-8")

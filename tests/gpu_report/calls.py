@@ -1,7 +1,7 @@
-"""The table of the smoke: for each kernel of `kernels/` a call of the library that runs it.
+"""The table of smoke calls: for each kernel of `kernels/`, a call of the library that runs it.
 
-A call is small, of several blocks, with edges.  What makes CUDA take the kernel, a method most often, is said apart:
-NumPy, which has other methods, computes the reference without it.
+A call is small, and has several blocks and edges.  The arguments that make CUDA choose the kernel, most often a
+method, are separate, because NumPy has other methods and computes the reference without them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ REAL = tuple(dtype for dtype in ALL if not is_complex(dtype))
 
 @dataclass(frozen=True)
 class SmokeCall:
-    """A call of arrays in these shapes, which gives an array or several, and what makes CUDA take the kernel.
+    """A function that returns one or more arrays, its arguments' shapes, and `how` to make CUDA choose the kernel.
 
-    Numbers may be `of_few_bits`, of which TF32 loses none.
+    With `of_few_bits`, TF32 represents the numbers exactly.
     """
 
     dtypes: tuple[str, ...]
@@ -80,7 +80,7 @@ def _wrapped(x: Any, weight: Any, **how: Any) -> Any:
 
 
 def _moved(x: Any, weight: Any, **how: Any) -> Any:
-    """Inputs that are moved first, however little there is to win; doubles are for the gradient of a weight alone."""
+    """Move the inputs first, even if it saves little; in float64 only the weight gradient moves them."""
     ways = implicit_gemm._ways
 
     def moved_ways(*given: Any) -> Any:
@@ -91,7 +91,7 @@ def _moved(x: Any, weight: Any, **how: Any) -> Any:
 
 
 def _smooth(x: Any) -> str | None:
-    """An activation with a derivative that is not constant, where there is one: complex numbers have none."""
+    """An activation whose derivative is not constant, or None for complex numbers, which have no activations."""
     return None if x.dtype.kind == "c" else "tanh"
 
 
@@ -123,7 +123,7 @@ def _depthwise_transposed(x: Any, weight: Any, **how: Any) -> Any:
 
 def _pool(x: Any) -> Any:
     y, indices = max_pool(x, 3, return_indices=True)
-    places = (indices % 128).astype(x.dtype)  # which every dtype has
+    places = (indices % 128).astype(x.dtype)  # numbers that every dtype has
     return max_pool(x, 3, stride=2), y, places, avg_pool(x, 3, stride=2, padding=1)
 
 
@@ -164,7 +164,7 @@ def _lstm_gradient(*arrays: Any, lengths: list[int] | None = None) -> Any:
 
 
 def _lstm_gradient_by_steps(*arrays: Any) -> Any:
-    with mock.patch.object(recurrent_gradient, "MOST_PARTS", 0):  # blocks that wait for each other have to leave some
+    with mock.patch.object(recurrent_gradient, "MOST_PARTS", 0):  # rejects the persistent kernel
         return _lstm_gradient(*arrays)
 
 
@@ -211,7 +211,7 @@ CALLS: dict[str, SmokeCall] = {
     "recurrent_inputs": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient_of_lengths),
 }
 
-#: Whose threads or blocks exchange values through shared or global memory: what the sanitizers look at first.
+#: Kernels whose threads or blocks exchange values through shared or global memory: the sanitizers check these.
 EXCHANGING = (
     "implicit_gemm",
     "implicit_weight_gradient",

@@ -1,8 +1,8 @@
-"""Every kernel variant that planning may ask this GPU for, compiled by CuPy and loaded; CuPy's cache keeps it::
+"""Compile and load every kernel variant that planning may request on this GPU; CuPy caches it::
 
     python -m tests.gpu_report.compilation --share 0/16 --results FILE
 
-Of sixteen processes each takes every sixteenth variant.
+Each of sixteen processes compiles every sixteenth variant.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.variants import all_variants, is_planned
 
 
 def planned_variants(capability: int) -> list[Kernel]:
-    """Those that a GPU of this compute capability is asked for."""
+    """Return the variants that planning may request on a GPU of this compute capability."""
     known = int(nearest_gpu(capability).arch.removeprefix("sm_"))
     return [kernel for kernel in all_variants() if is_planned(kernel, known)]
 
 
 def compile_variants(device: Any, kernels: Sequence[Kernel], results: Path, share: str = "") -> int:
-    """Load each, with a line for it; gives the number that failed."""
+    """Load each variant and write a line for it; return the number of failures."""
     failed = 0
     add_line(results, part="compile", share=share, expected=len(kernels))
     for kernel in kernels:
@@ -35,7 +35,7 @@ def compile_variants(device: Any, kernels: Sequence[Kernel], results: Path, shar
         began, message = time.perf_counter(), ""
         try:
             device.load(KernelLaunch(kernel, (1, 1, 1), 32, ()))
-        except Exception as failure:  # the line says it, and so does the exit status
+        except Exception as failure:  # the line and the exit status show it
             message = f"{type(failure).__name__}: {failure}"
             failed += 1
         seconds, outcome = time.perf_counter() - began, "failed" if message else "passed"

@@ -1,4 +1,4 @@
-"""What the results depend on, as the bench notes it: the GPU, the driver, versions, the commit; and torch's, where it is.
+"""Record what the results depend on, as the bench does: GPU, driver, commit, versions (with torch's if installed).
 
 ::
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     on_gpu = given.target == "gpu"
     known = environment(cuda_machine(import_module("cupy")) if on_gpu else numpy_machine())
-    if known["commit"] == "unknown" and given.commit:  # a copy without git: of this commit, whoever made it says
+    if known["commit"] == "unknown" and given.commit:  # a copy without git: the caller names its commit
         known["commit"] = given.commit
     known["dirty"] = "unknown" if known["commit"] == "unknown" else known["commit"].endswith("-dirty")
     versions = {package: _version(package) for package in PACKAGES}

@@ -1,4 +1,4 @@
-"""The parts of a report: which processes each starts, and what is noted where one ends without saying why."""
+"""The parts of a report: the processes that each starts, and the line that it adds if one ends without a result."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.gpu_report.processes import DEAD, Ended, Job, add_line, read_lines, r
 
 
 class Skipped(Exception):
-    """Why a part cannot be done here."""
+    """A part cannot run here; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One report: where it is written, what it is about and with how many processes."""
+    """One report: its folder, its contents, and its number of processes."""
 
     out: Path
-    #: Why there is no GPU; empty where there is one.
+    #: Why there is no GPU; empty if there is one.
     no_gpu: str = ""
     kernels: tuple[str, ...] = tuple(CALLS)
     processes: int = 2
     commit: str = ""
     #: Files and directories of tests.
     tests: tuple[str, ...] = ("tests",)
-    #: Of the bench, those with this in their names.
+    #: The bench runs only the cases whose names contain this.
     cases: str = ""
 
     @property
@@ -59,7 +59,7 @@ class Run:
             raise Skipped(self.no_gpu)
 
     def failed(self, part: str, name: str, ended: Ended, **more: str) -> None:
-        """Note what a process that ended by itself was at."""
+        """Add a failure for what a process was running when it ended by itself."""
         message = f"the process ended with status {ended.status}\n{ended.output}"
         add_line(self.results, part=part, name=name, outcome="failed", seconds=ended.seconds, message=message, **more)
 
@@ -77,7 +77,7 @@ def environment(run: Run, until: float) -> None:
 
 
 def smoke(run: Run, until: float) -> None:
-    """Each kernel in a process of its own; where a call ends that, another goes on behind it."""
+    """Run each kernel in its own process; if a call ends the process, another continues after that call."""
     reason = host_device.unavailable() if run.no_gpu else None
     if reason:
         raise Skipped(f"{run.no_gpu}, and no host device: {reason}")
@@ -101,7 +101,7 @@ def smoke(run: Run, until: float) -> None:
 
 
 def compilation(run: Run, until: float) -> None:
-    """All variants, dealt to the processes."""
+    """Compile all variants, distributed to the processes."""
     run.need_gpu()
     where = ("--results", str(run.results))
     jobs = [Job(share, _module("compilation", "--share", share, *where)) for share in _shares(run, "compile")]
@@ -114,7 +114,7 @@ def compilation(run: Run, until: float) -> None:
 
 
 def tests(run: Run, until: float) -> None:
-    """The tests marked `gpu`, dealt to the processes; one that ends early is followed by another that goes on."""
+    """Run the tests marked `gpu`, distributed to the processes; if one ends early, another one continues."""
     run.need_gpu()
     run_tests(run, until, "-m", "gpu")
 
@@ -131,10 +131,10 @@ def run_tests(run: Run, until: float, *options: str) -> None:
         begun = [line["begun"] for line in lines if "begun" in line and line["share"] == ended.job.name]
         if ended.status is None:
             return None
-        if begun and begun[-1] not in {line.get("name") for line in lines}:  # it ended the process, or took too long
+        if begun and begun[-1] not in {line.get("name") for line in lines}:  # it ended the process, or ran too long
             run.failed("tests", begun[-1], ended)
             return job(ended.job.name)
-        if ended.status not in (0, 1, 5, DEAD):  # all passed, some failed, there were none, the GPU was lost
+        if ended.status not in (0, 1, 5, DEAD):  # 0: all passed, 1: some failed, 5: no tests, DEAD: GPU lost
             run.failed("tests", f"share {ended.job.name}", ended)
         return job(ended.job.name) if ended.status == DEAD else None
 
@@ -142,12 +142,12 @@ def run_tests(run: Run, until: float, *options: str) -> None:
 
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-#: What a sanitizer's process ends with where it found something.
+#: Exit status of a sanitizer that found an error.
 FOUND = 99
 
 
 def sanitizer(run: Run, until: float) -> None:
-    """NVIDIA's sanitizers on the smoke of kernels whose threads wait for each other, in two dtypes."""
+    """Run NVIDIA's sanitizers on the smoke calls of kernels whose threads exchange values, in two dtypes."""
     run.need_gpu()
     run_sanitizers(run, until)
 
@@ -160,7 +160,7 @@ def run_sanitizers(run: Run, until: float) -> None:
     for kernel in (kernel for kernel in EXCHANGING if kernel in run.kernels):
         for tool in SANITIZERS:
             checked = (program, "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no")
-            ours = () if tool == "memcheck" else ("--kernel-name", f"kns={kernel}")  # not cuBLAS's
+            ours = () if tool == "memcheck" else ("--kernel-name", f"kns={kernel}")  # leaves out cuBLAS's kernels
             call = _module("smoke", kernel, "--target", run.target, "--no-pool", "--dtypes", "float32", "float16")
             jobs.append(Job(f"{tool} {kernel}", (*checked, *ours, *call)))
     add_line(run.results, part="sanitizer", expected=len(jobs))
@@ -177,7 +177,7 @@ def run_sanitizers(run: Run, until: float) -> None:
 
 
 def find_sanitizer() -> str | None:
-    """On PATH, or in CUDA's folder."""
+    """Return the path of compute-sanitizer, found on PATH or in CUDA's folder, or None."""
     roots = [Path(root) for name in ("CUDA_PATH", "CUDA_HOME") if (root := os.environ.get(name))]
     roots += sorted(Path("/usr/local").glob("cuda*"))
     places = [
@@ -189,12 +189,12 @@ def find_sanitizer() -> str | None:
 
 
 def bench(run: Run, until: float) -> None:
-    """The bench, which writes its own record; where its process ends early another resumes it."""
+    """Run the bench, which writes its own record; if its process ends early, another one resumes it."""
     run.need_gpu()
     run_bench(run, until, "--gpu")
 
 
-#: Left to the bench to end by itself.
+#: Seconds in which the bench can end by itself.
 TO_END = 10.0
 
 
@@ -233,14 +233,14 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _shares(run: Run, part: str) -> list[str]:
-    """The processes' shares.  Something is expected of each, until it says itself of how much."""
+    """Return the processes' shares.  One result is expected of each process until it adds the real number."""
     shares = [f"{number}/{run.processes}" for number in range(run.processes)]
     for share in shares:
         add_line(run.results, part=part, share=share, expected=1)
     return shares
 
 
-#: In their order, with the share of the time that each may take, and what those before it left.
+#: The parts in order, each with its share of the time.  The time that a part does not use goes to those after it.
 PARTS = {
     "smoke": (smoke, 0.15),
     "compile": (compilation, 0.2),

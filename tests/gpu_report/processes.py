@@ -1,4 +1,4 @@
-"""Processes side by side until a time, what they share, and the file of results that all of them add lines to."""
+"""Processes that run in parallel until a deadline, and the file of results that all of them append lines to."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEAD = 70
 
 
 def add_line(results: Path, **line: Any) -> None:
-    """Add a line at once, so that whatever ends the process loses none."""
-    with results.open("ab", buffering=0) as file:  # one write a line: processes do not mix theirs
+    """Append a line at once, so that no line is lost when the process ends."""
+    with results.open("ab", buffering=0) as file:  # one write per line, so that lines of several processes do not mix
         file.write((json.dumps(line) + "\n").encode())
 
 
 def read_lines(results: Path) -> list[dict[str, Any]]:
-    """All lines so far."""
+    """Return all lines so far."""
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
 
 
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: its exit status (None where its time was over) and what matters of what it printed."""
+    """How a job ended: its exit status (None if its time was over) and the relevant part of its output."""
 
     job: Job
     status: int | None
@@ -53,7 +53,7 @@ class Ended:
 
 
 def lost_gpu() -> str:
-    """What the GPU answers where this process can no longer use it, as after a fault in a kernel."""
+    """Return the GPU's error if this process can no longer use it, for example after a fault in a kernel; else ""."""
     cupy = sys.modules.get("cupy")
     try:
         if cupy is not None and cupy.cuda.is_available():
@@ -64,7 +64,7 @@ def lost_gpu() -> str:
 
 
 def slice_of(share: str) -> slice:
-    """``"2/8"``: every eighth, from the third on."""
+    """Return the slice of a share: ``"2/8"`` is every eighth item, from the third on."""
     number, of = map(int, share.split("/"))
     return slice(number, None, of)
 
@@ -74,7 +74,7 @@ class _Running:
         self.job, self.began = job, time.monotonic()
         self.output: IO[bytes] = tempfile.TemporaryFile()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        # A session of its own, so that all that the job starts ends with it.
+        # The job gets its own process group, so that `kill` also ends every process that the job starts.
         self.process = subprocess.Popen(
             job.command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **job.variables},
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -103,7 +103,7 @@ class _Running:
 
 
 def last_words(output: str, most: int = 4000) -> str:
-    """The end of what was printed; of a crash its beginning, where Python says what it was before it says where."""
+    """Return the end of the output; for a crash its beginning, because Python names the error before the place."""
     crash = output.rfind("Fatal Python error")
     return output[crash:][:most] if crash >= 0 else output[-most:]
 
@@ -116,9 +116,9 @@ def run_jobs(
     log: Path,
     then: Callable[[Ended], Job | None] = lambda ended: None,
 ) -> None:
-    """Run jobs until all have ended or `until` (of `time.monotonic`) has come; what each printed goes to the log.
+    """Run jobs until all have ended or until the time `until` (of `time.monotonic`); write their output to the log.
 
-    `then` is told of each that ended, also of those that were ended, and may give another to run.
+    `then` is called for each job that has ended or was killed, and may return another job to run.
     """
     waiting, running = deque(jobs), list[_Running]()
     try:

@@ -1,7 +1,7 @@
-"""A pytest plugin: a share of the tests, a line when each begins and when it has ended, and no test that stops the rest.
+"""A pytest plugin: it runs a share of the tests, adds a line when each begins and ends, and lets none stop the rest.
 
-The process ends where the GPU no longer works, as it does not after a fault in a kernel, and where a test takes too
-long.  Run again with the same options it goes on behind what was begun.
+The process ends if the GPU no longer works, as after a fault in a kernel, or if a test runs too long.  The next run
+with the same options skips the tests that were begun.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 
 from tests.gpu_report.processes import DEAD, add_line, lost_gpu, read_lines, slice_of
 
-#: One test may take so long.
+#: Maximum time of one test.
 LONGEST_SECONDS = 100.0
-#: These first, should time run out: everything else assumes what they show.
+#: This file runs first, in case time runs out: all other tests assume what it shows.
 FIRST = "test_gpu.py"
 
 
@@ -44,7 +44,7 @@ class _Reporter:
         items[:] = [item for item in mine if item.nodeid not in begun]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        first = self.share.startswith("0/")  # every process sees it
+        first = self.share.startswith("0/")  # every process sees the failure, one reports it
         if report.failed and first and all(line.get("name") != report.nodeid for line in read_lines(self.results)):
             self._add(report.nodeid, "failed", 0.0, report.longreprtext)
 
@@ -64,7 +64,7 @@ class _Reporter:
         self._add(nodeid, self.outcome, self.seconds, self.message)
         if self.outcome == "failed" and (failure := lost_gpu()):
             print(f"the GPU no longer works: {failure}", flush=True)
-            os._exit(DEAD)  # fixtures that give back memory of this GPU would only fail, one after the other
+            os._exit(DEAD)  # fixtures that free memory of this GPU would only fail, one after the other
 
     def _add(self, name: str, outcome: str, seconds: float, message: str) -> None:
         add_line(self.results, part="tests", name=name, outcome=outcome, seconds=seconds, message=message[-3000:])

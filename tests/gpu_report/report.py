@@ -1,4 +1,4 @@
-"""A report: what all parts found, in one file that says everything by itself, and in words."""
+"""A report: the results of all parts in one self-contained file, and as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from cupyconv.bench.record import OURS
 
-#: Failures that are printed; the file has all.
+#: Maximum number of failures that are printed; the file has all.
 SHOWN = 40
 
 
 def report_of(lines: Sequence[Mapping[str, Any]], record: Mapping[str, Any] | None, target: str) -> dict[str, Any]:
-    """The report of the lines that were written and of the bench's record, at any time of the run.
+    """Return the report of the lines so far and of the bench's record, at any time of the run.
 
     ::
 
@@ -73,14 +73,14 @@ def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(report: Mapping[str, Any]) -> bool:
-    """Whether nothing failed, and nothing that was begun was left out."""
+    """Whether nothing failed, and no result that a part expected is missing."""
     return not any(
         part["counts"].get(outcome) for part in report["parts"].values() for outcome in ("failed", "not run")
     )
 
 
 def in_words(report: Mapping[str, Any]) -> str:
-    """What is printed at the end."""
+    """Return the text that is printed at the end."""
     lines = [f"{name:<18}{value}" for name, value in report["environment"].items()]
     lines.append("")
     for name, part in report["parts"].items():
@@ -102,17 +102,17 @@ def in_words(report: Mapping[str, Any]) -> str:
 
 
 def share_of_floor(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Floor over time of the library's choice, the median of the cases; None where it was not measured."""
+    """Return the median over the cases of floor / time of the library's choice; None if none was measured."""
     shares = [row["floor"] / row["ways"][OURS] for row in rows if OURS in row["ways"]]
     return median(shares) if shares else None
 
 
-#: What went wrong, in a message: pytest's lines, Python's words where it ends by itself, ours where a process has ended.
+#: Lines of a message that state the error: pytest's, Python's when it aborts, ours when a process has ended.
 TELLING = re.compile(r"^E .*|Timeout \(.*|Fatal Python error.*|^the process ended.*", re.MULTILINE)
 
 
 def _telling_line(message: str) -> str:
-    """The last words of a message that say what went wrong; where there are none, its last line."""
+    """Return the last match of `TELLING` in a message, or its last line if there is none."""
     return (TELLING.findall(message) or message.splitlines() or ["no message"])[-1][:200]
 
 

@@ -1,8 +1,9 @@
-"""Calls of the table beside NumPy, one kernel a process::
+"""Compare the calls of the table with NumPy, one kernel per process::
 
     python -m tests.gpu_report.smoke --target gpu merge im2col --dtypes float32
 
-Each adds a line to the results: whether the kernel ran and was right, and the largest error beside the largest value.
+Each call adds a line to the results: whether the kernel ran and was right, and its largest error relative to the
+largest value.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tests.tolerance import finfo
 
 TARGETS = {"gpu": gpu_target, "host_device": host_device_target}
 
-#: Data are normals times this, so that an LSTM's gates are not saturated.
+#: Factor of the normally distributed data, so that an LSTM's gates do not saturate.
 SCALE = 0.25
-#: Errors allowed, in steps of the dtype at the largest value: 16-bit types are rounded once or twice, sums of the others
-#: have a few hundred roundings.
+#: Itemsize -> allowed error, in steps of the dtype at the largest value.  16-bit types are rounded once or twice; sums
+#: of the others have a few hundred roundings.
 STEPS = {2: 4, 4: 64, 8: 64, 16: 64}
 
 
 def arrays_of(call: SmokeCall, dtype: str) -> list[np.ndarray]:
-    """The arguments, in the host's memory."""
+    """Return the arguments in host memory."""
     drawn = (repeat_normals(dtype, i * APART, prod(shape)).reshape(shape) for i, shape in enumerate(call.shapes))
     scaled = [(array * array.dtype.type(SCALE)).astype(array.dtype) for array in drawn]
     if call.of_few_bits:
@@ -45,13 +46,13 @@ def arrays_of(call: SmokeCall, dtype: str) -> list[np.ndarray]:
 
 
 def allowed_error(dtype: str, array: np.ndarray) -> float:
-    """Beside the largest value."""
+    """Return the allowed error relative to the largest value."""
     itemsize = array.real.itemsize if is_complex(dtype) else array.itemsize
     return STEPS[itemsize] * float(finfo(array.dtype).eps)
 
 
 class Loaded:
-    """The names of the kernels that a device was asked to load: those of the plans that were prepared."""
+    """Records the names of the kernels that a device loads, which are those of the prepared plans."""
 
     def __init__(self, device: Any) -> None:
         self.names: set[str] = set()
@@ -64,7 +65,7 @@ class Loaded:
 
 
 def run_call(target: Target, name: str, dtype: str) -> dict[str, Any]:
-    """One kernel in one dtype: what its line says."""
+    """Run one kernel in one dtype; return the contents of its line."""
     call = CALLS[name]
     arrays = arrays_of(call, dtype)
     wide = np.complex128 if is_complex(dtype) else np.float64
@@ -92,7 +93,7 @@ def run_call(target: Target, name: str, dtype: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the calls of some kernels; the exit status is 0 where all passed, `DEAD` where one ended the GPU's context."""
+    """Run the calls of some kernels; return 0 if all passed, `DEAD` if one ended the GPU's context, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_report.smoke")
     parser.add_argument("kernels", nargs="+", choices=CALLS)
     parser.add_argument("--target", choices=TARGETS, default="gpu")
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in given.dtypes or CALLS[name].dtypes:
             try:
                 line = run_call(target, name, dtype)
-            except Exception as failure:  # the line says it, and so does the exit status
+            except Exception as failure:  # the line and the exit status show it
                 line = {"message": f"{type(failure).__name__}: {failure}", "seconds": 0.0}
             line = {"part": "smoke", "name": f"{name} {dtype}", "kernel": name, "dtype": dtype} | line
             line["outcome"] = "failed" if line["message"] else "passed"
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_memory(cupy: Any, *, pool: bool) -> None:
-    """Without a pool each array has bounds that a sanitizer sees; the pool's memory is NaN to begin with."""
+    """Fill the pool's memory with NaN; without a pool, each array has bounds that a sanitizer sees."""
     if pool:
         cupy.cuda.alloc(1 << 26).memset(0xFF, 1 << 26)
     else:

@@ -1,4 +1,4 @@
-"""The table of what has run on GPUs, from the reports beside the other results.
+"""The table of what has run on GPUs, from the reports in the folder of results.
 
 `tests/benchmarks/figures.py` writes it into docs/reference/status.md.
 """
@@ -22,13 +22,13 @@ here of its results, speed and streams is how it was designed, not what was seen
 
 
 def status(results: Path) -> str:
-    """All that stands between the README's marks: a table for each report in the folder."""
+    """Return the text between the page's marks: one table per report in the folder."""
     reports = [read_record(path) for path in sorted(results.glob("gpu-report-*.json"))]
     return "\n".join(map(table, reports)) or NEVER
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """One GPU: where it was, what its tests said, and its kernels by dtype."""
+    """Return the table of one GPU: its environment, the counts of its tests, and its kernels by dtype."""
     if report["target"] != "gpu":
         raise ValueError("this report was not made on a GPU")
     known = report["environment"]
