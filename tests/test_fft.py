@@ -15,8 +15,10 @@ from peak_memory import peak_bytes
 from tolerance import assert_close
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
+from cupyconv.problem.problems import NotApplicable
 
 
 def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
@@ -179,6 +181,20 @@ def least_limit(function, *arrays, **settings):
         ) as refusal:
             cupyconv.explain(function, *arrays, method="fft", **settings)
     return int(re.search(r"workspace_limit of ([\d,]+) bytes is enough", str(refusal.value))[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("loop", [fft.Fft, fft_scattered.ScatteredFft, fft_weight_gradient.GradientFft])
+def test_a_refusal_carries_the_bytes_that_are_needed(loop):
+    """A weight gradient's refusal wrapped another one and lost the number, so that it was never the least of several."""
+    x, weight = normal(1, 4, 60, 60), normal(4, 4, 31, 31)
+    call = {
+        fft.Fft: (cupyconv.conv, x, weight),
+        fft_scattered.ScatteredFft: (cupyconv.conv_transpose, x, weight),
+        fft_weight_gradient.GradientFft: (cupyconv.conv_grad_weight, normal(1, 4, 30, 30), x, (31, 31)),
+    }[loop]
+    with cupyconv.options(workspace_limit=1_000), pytest.raises(NotApplicable) as refusal:
+        loop.loops(checked_call(*call).problem)
+    assert 1_000 < refusal.value.needed < 10_000_000
 
 
 def test_without_room_it_is_refused_and_auto_goes_on():

@@ -92,7 +92,7 @@ class GradientFft(WeightGradientLoop):
             return cls(problem, (1, 1, 1, 1))
         loop: Any = best_loop(problem, fixed, limit)
         if isinstance(loop, int):
-            raise NotApplicable(problem.no_room(SMALLEST, loop, limit))
+            raise problem.no_room(SMALLEST, loop, limit)
         return loop
 
     # Memory and cost of a block.
