@@ -192,7 +192,7 @@ def test_a_refusal_carries_the_bytes_that_are_needed(loop):
         fft_scattered.ScatteredFft: (cupyconv.conv_transpose, x, weight),
         fft_weight_gradient.GradientFft: (cupyconv.conv_grad_weight, normal(1, 4, 30, 30), x, (31, 31)),
     }[loop]
-    with cupyconv.options(workspace_limit=1_000), pytest.raises(NotApplicable) as refusal:
+    with cupyconv.options(workspace_limit=1_000, threads=1), pytest.raises(NotApplicable) as refusal:
         loop.loops(checked_call(*call).problem)
     assert 1_000 < refusal.value.needed < 10_000_000
 
