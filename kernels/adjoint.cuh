@@ -51,7 +51,7 @@ __device__ __forceinline__ Readers readers_of(const Windows& w, const Adjoint& a
     return {0, 0, 0};
 }
 
-// The padded indices that are copies of an index, the index included: from `at` on, with two steps in turn.
+// The padded indices that are copies of an index, the index included: from `at` on, with two alternating steps.
 struct Copies {
     long long at, step, next_step, end;
     __device__ __forceinline__ bool valid() const { return at < end; }
@@ -63,13 +63,13 @@ struct Copies {
     }
 };
 
-// MAY_FOLD: whether an index may have other copies than itself.  With zeros as padding it has none.
+// MAY_FOLD: whether an index may have copies other than itself.  With zeros as padding it has none.
 template <bool MAY_FOLD>
 __device__ __forceinline__ Copies copies_of(const Windows& w, const Adjoint& adjoint, int axis, long long i) {
     if (!MAY_FOLD) return {i, 1, 1, i + 1};
     const long long size = w.size[axis], first = -(long long)w.before[axis], end = adjoint.end[axis];
     if (w.padding_mode == EDGE) return {i == 0 ? first : i, 1, 1, i == size - 1 ? max(end, size) : i + 1};
-    // The other modes repeat.  Two of them have a second copy in each period, which runs backwards.
+    // In the other modes, copies repeat with a period.  In two of them, each period has a second, mirrored copy.
     const long long period =
         w.padding_mode == WRAP ? size : w.padding_mode == SYMMETRIC ? 2 * size : size > 1 ? 2 * (size - 1) : 1;
     const long long mirrored = w.padding_mode == WRAP ? i : w.padding_mode == SYMMETRIC ? period - 1 - i : period - i;

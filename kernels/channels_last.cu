@@ -9,7 +9,7 @@
 //            p ->                    one element longer than the tile, so that a column is spread over the banks
 //
 //     tile   8 vectors of channels x 8 of pixels, or for few channels 4 x 16, 2 x 32 or 1 x 64; twice the pixels for
-//            8-byte elements.  The first number is the lane count: neighbouring threads that store one pixel
+//            8-byte elements.  The first number is that of the lanes: neighbouring threads that store one pixel
 //
 // If rows are not whole aligned vectors (see `vectorized`), neighbouring threads load neighbouring elements.
 //
@@ -44,7 +44,7 @@ constexpr int THREADS = 256, VECTOR_SHIFT = sizeof(T) == 2 ? 3 : sizeof(T) == 4 
 constexpr int VECTORS_SHIFT = VECTOR_SHIFT == 1 ? 8 : 6 + VECTOR_SHIFT;  // at least one per thread
 constexpr int VECTOR = 1 << VECTOR_SHIFT, VECTORS = 1 << VECTORS_SHIFT;  // elements of a vector; vectors of a tile
 static_assert(VECTOR * sizeof(T) == 16 && VECTORS % THREADS == 0, "threads share a tile evenly");
-constexpr int MIN_BLOCKS = PROLOGUE && sizeof(T) == 8 ? 4 : 0;  // by itself the compiler aims at five there, and spills
+constexpr int MIN_BLOCKS = PROLOGUE && sizeof(T) == 8 ? 4 : 0;  // by itself, the compiler aims at 5 here and spills
 constexpr int PLACES = VECTORS * VECTOR + 8 * VECTOR;  // a row has one element more than it has pixels
 
 // Apply the prologue to elements of a merged channel, in place.

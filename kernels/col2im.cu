@@ -40,8 +40,8 @@ using namespace cupyconv;
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256, CHANNELS = 4;
-// Blocks per multiprocessor.  With one more, or with the compiler's choice, registers spill: for the copies of an
-// index, for complex numbers of 16 bytes, or for some bytes of an address.
+// Blocks per multiprocessor.  With one more, or with the compiler's choice, registers spill: those for the copies of an
+// index (FOLDS), those for complex numbers of 16 bytes, or else some bytes of an address.
 constexpr int MIN_BLOCKS = FOLDS ? 2 : sizeof(Y) == 16 ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) col2im(const __grid_constant__ Col2imParams params) {

@@ -13,7 +13,7 @@
 //          +------+------+          +-----+-----+-------+
 //
 // Each real product is three of TF32 (tf32_split.cuh): 9 instructions, where four real products need 12.  A slab is one
-// step of K, so CUDA cores, which round, add the parts of 16 rows to the sums at once.
+// step of K, so that CUDA cores, which round, add the parts of 16 rows to the sums as soon as they are computed.
 //
 // The cost is accuracy, if parts cancel.  |p| + |r| and |p| + |q| are at most (1 + sqrt 2) |a + bi| |c + di|.  With
 // four products, |a c| + |b d| and |a d| + |b c| are at most |a + bi| |c + di|.  So the error bound is 2.42 times that

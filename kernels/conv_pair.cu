@@ -372,7 +372,7 @@ struct Block {
         load_x(tile, params, x, tables.sample, x_place);
     }
 
-    // Wait for all that all threads have fetched.
+    // Wait until the copies of all threads have arrived.
     static __device__ __forceinline__ void arrived() {
         commit_copies();
         wait_for_copies<0>();

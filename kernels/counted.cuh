@@ -1,7 +1,7 @@
 // The number of taps of a window that count for a mean: the taps within a box, which is the image or the padded image.
 //
 //     box             first |<----------->| end
-//     taps      x   x   x   x                      2 taps count: the window begins before the box (so on each axis)
+//     taps          x   x   x   x                  2 taps count: the window begins before the box (so on each axis)
 #pragma once
 #include "image.cuh"
 

@@ -49,7 +49,7 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
-// Blocks per multiprocessor that the registers allow, which hold taps, sums and loads in flight.
+// Blocks per multiprocessor that the registers allow.  They hold taps, sums and loads in flight.
 constexpr int BLOCKS = GROUPED ? (sizeof(T) == 8 ? 2 : 3) : KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
 #if KERNEL

@@ -46,7 +46,7 @@ using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128, STRIDE = 2, ROWS = 8;
 // HEIGHT and WIDTH are the windows, down and across, that read a thread's elements.
 constexpr int REACH = (KERNEL - 1) / STRIDE, HEIGHT = REACH + ROWS / STRIDE, WIDTH = REACH + 1;
-// Blocks per multiprocessor that the registers allow, which hold taps, sums and loads in flight.
+// Blocks per multiprocessor that the registers allow.  They hold taps, sums and loads in flight.
 constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
 // Accumulate the sums of the elements at (d, h, w), (d, h + 1, w), ... of one plane of the padded result; h is even.

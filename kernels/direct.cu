@@ -10,8 +10,8 @@
 //                                 |
 //                         y       p            TILE outputs of one group at this pixel
 //
-// The loop over taps is outside, so that window and padding are computed once per tap.  The source is chosen once per
-// run of channels.  Bound by loads from the cache: this is the method of last resort, for convolutions that need no
+// The outer loop is over taps, so that window and padding are computed once per tap.  The source is chosen once per run
+// of channels.  Bound by loads from the cache: this is the method of last resort, for convolutions that need no
 // columns or cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate, which it does not come near.
 //
 // -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real with a complex Y), TILE,

@@ -1,4 +1,5 @@
-// The last step of a convolution by transforms: finishes every stride-th sum of each tile that did not wrap around.
+// The last step of a convolution by transforms.  In each tile, it finishes every stride-th of the sums that did not
+// wrap around.
 //
 //     y[n, o, p] = activation( sums[u, o, t] + bias[o] + residual[n, o, p] )      p = tile * block + i,  u = (n, tile)
 //                                                                                t = i * stride + span - 1

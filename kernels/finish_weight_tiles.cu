@@ -4,12 +4,12 @@
 //
 //     no M, no K: elementwise.      N = (o, c, k), one per thread
 //
-//     sums [part, o, c]    a ~ b ~ c ~ ~ ~ . . .      three taps, 2 apart; the elements behind them are products of
+//     sums [part, o, c]    a ~ b ~ c ~ ~ ~ . . .      three taps, 2 apart; the elements after them are products of
 //                          |   |   |                  pixels that no window combines
 //     out  [o, c]          a   b   c
 //
 // A sum that is not finite is computed again by its definition, by all threads of the block together: an infinity or
-// NaN anywhere spreads over the whole tile.  If all numbers are finite, the cost is a look at the flags of a block.
+// NaN anywhere spreads over the whole tile.  If all numbers are finite, a thread only reads the flags of its block.
 //
 // Bound by memory.  Floor: (sums under the taps + out) over the bandwidth.
 //

@@ -1,6 +1,6 @@
 // Activation functions of gates: those of activation.cuh, and the ones that only recurrent layers have.
 //
-// They are separate from activation.cuh, whose callers would otherwise spend registers on functions they never use.
+// The latter are not in activation.cuh, whose callers would otherwise spend registers on functions they never use.
 #pragma once
 #include "activation.cuh"
 
@@ -48,7 +48,7 @@ template <class R> __device__ __noinline__ R called_activation(R v, int code, R 
     return gate_activation(v, code, alpha, beta);
 }
 
-// f'(v).  As in `back_through`, `v` is the result if the derivative can be computed from it.
+// f'(v).  As in `back_through`, `v` is the result for sigmoid and tanh, and may be the result for relu and leaky_relu.
 template <class R> __device__ __forceinline__ R gate_derivative(R v, int code, R alpha, R beta) {
     switch (code) {
         case AFFINE: return alpha;

@@ -37,7 +37,7 @@ struct Steps {
     long long size[3];
     int stride[3], dilation[3];
     int padding_mode;
-    int is_mapped;  // the index map is needed: for a padding mode, or for more taps than bits (TapCursor)
+    int is_mapped;  // the index map is needed: padding is not zeros, or there are more taps than bits (TapCursor)
 };
 
 // One convolution of a grid.  All of them read the same inputs, and their results are interleaved, as the phases of a
@@ -107,7 +107,7 @@ struct AlongChannels {
 
 // ---- the position of a thread in K ---------------------------------------------------------------------------------
 
-// It consists of counters only.  No step divides.
+// The position consists of counters only, so that no step needs a division.
 template <int SLAB, int K_CHUNK>
 struct KWalk {
     Run run;
@@ -512,8 +512,8 @@ private:
 };
 
 // Copies 16 bytes of neighbouring pixels of one channel into a tile [k][pixel], asynchronously.  It is for a kernel of
-// one tap without padding whose pixels are contiguous.  A thread copies the same pixels for the whole sum, and channels
-// that are STEP apart in each slab.
+// one tap, no padding, and inputs with contiguous pixels.  A thread copies the same pixels for the whole sum, and
+// channels that are STEP apart in each slab.
 template <class T, class Tile, int THREADS>
 class PixelChunks {
     static constexpr int STEP = THREADS / Tile::CHUNKS, CHUNKS = Tile::ROWS / STEP;
@@ -524,7 +524,7 @@ class PixelChunks {
 public:
     static constexpr int SLAB = Tile::ROWS, K_CHUNK = 4;
 
-    // Start at slab number `slab` of the group that reads `channels` channels from `c_first` on.
+    // Where to start: at slab number `slab` of the group that reads `channels` channels from `c_first` on.
     struct Cursor {
         const Sources& sources;
         const Steps& steps;

@@ -7,9 +7,9 @@
 // only grows: to `blocks` at the first barrier, to 2 `blocks` at the second.  It is never reset while a block reads it.
 //
 // Every read after the barrier sees every write before it, for the following reasons.  __syncthreads orders the writes
-// of the block before the addition by its speaker.  The addition is a release at the scope of the GPU, so it also
-// publishes the writes that are ordered before it.  The load that sees the count is an acquire at the same scope.  The
-// second __syncthreads orders this load before the reads of the other threads of that block.
+// of the block before the addition, which one thread does.  The addition is a release at the scope of the GPU, so it
+// also publishes the writes that are ordered before it.  The load that sees the count is an acquire at the same scope.
+// The second __syncthreads orders this load before the reads of the other threads of that block.
 #pragma once
 #include "portable.cuh"
 

@@ -9,7 +9,7 @@
 //                                           ...
 //
 //     square     c ↓  # # # #      read along p element by element, or along c as vectors if channels are
-//                     # # # #      contiguous; written along p as vectors. The offsets of its pixels in x are
+//                     # # # #      contiguous; written along p as vectors.  The offsets of its pixels in x are
 //                     # # # #      computed once for all channels.
 //                     # # # #
 //                p ->
@@ -17,7 +17,8 @@
 // Adjacent threads process adjacent pixels.  If the inputs are channels-last, up to 4 threads share the same pixels and
 // process adjacent channels, so that both reads and writes cover whole sectors.
 //
-// Without a prologue only bits are copied, so the type is just the element's size.  Zero is zero in all of them.
+// Without a prologue only bits are copied, so the type just states the element's size.  Zero has the same bits in all
+// types.
 // Bound by memory.  Floor: (channels * size + rows * pixels) elements per sample over the bandwidth.
 //
 // -D: DTYPE (bits16 ... bits128, or with a prologue the storage type), WIDTH (side of the square: 16 bytes of T, or 1),

@@ -116,7 +116,7 @@ __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, co
     return inside;
 }
 
-// Tap number t of a kernel as (kd, kh, kw).  It converts the number of an element of any box.
+// Tap number t of a kernel as (kd, kh, kw).  Element numbers of any other box are converted in the same way.
 __device__ __forceinline__ void tap_at(int t, const int (&kernel)[3], int (&tap)[3]) {
     tap[2] = t % kernel[2];
     t /= kernel[2];

@@ -75,7 +75,7 @@ constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
 constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
 // Three blocks keep the few units for doubles busy; a fourth caused register spills.
 constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA;
-// A thread of a large tile has 64 sums.  A sum needs two registers if it is a double, or if a slab is summed apart.
+// A thread of a large tile has 64 sums.  A sum needs two registers if it is a double, or if slabs are added separately.
 constexpr bool ALONE = THREADS == 256 && (ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8);
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS

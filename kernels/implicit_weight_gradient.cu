@@ -191,14 +191,14 @@ private:
     const int to_;
     const T* data_;  // the chunk at pixel 0 of sample 0
     int source_, step_w_;
-    int offset_[3];      // of the tap in a window, before padding
+    int offset_[3];      // of the tap in a window, minus the padding before the image
     int n_, d_, h_, w_;  // the window of the next pixel; w_ is the tap's position along w
     long long row_;      // an address; arbitrary if not `on_image_`
     bool on_image_;
 };
 
 // Blocks per multiprocessor, so that one block works while another waits: as many as the registers of the sums allow.
-// A sum needs two registers if a slab is summed apart, or if it is a double.
+// A sum needs two registers if slabs are added separately, or if it is a double.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MIN_BLOCKS = 1;  // 64 KiB of shared memory hold no more
 #else

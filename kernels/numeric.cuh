@@ -12,7 +12,7 @@ __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x % WARP; }
 
 // Return `value`, but hide its origin from the compiler.  The compiler can then neither hoist expressions of it out of
-// a loop, which would occupy registers, nor recompute it instead of storing it.
+// a loop, which would occupy registers, nor recompute it from its origin instead of keeping it.
 __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pool(const __grid_consta
          first += (long long)gridDim.y * CHANNELS * lanes)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, shares_per_row, 1);
-            const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
+            const Share lane = share_at(share.pixel, lanes, 1);  // `n` is the pixel, `pixel` the lane
             const long long c = first + lane.pixel;
             const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS
             const Pixel pixel = pixel_at(lane.n, windows.out);

@@ -11,8 +11,8 @@
 //                  \   /            a gather: one thread owns each sum, so there are no atomics and no stored
 //     x              5              indices, and the order of additions is fixed
 //
-// The tap of the maximum is searched again.  Few elements equal the maximum of their window, and only for these does
-// the thread read the taps before them.  NaN counts as the largest, and as equal to NaN.  Adjacent threads process
+// The tap of the maximum is searched for again.  Few elements equal the maximum of their window, and only for these
+// does the thread read the taps before them.  NaN counts as the largest, and as equal to NaN.  Adjacent threads process
 // adjacent elements, as in pool.cu.
 //
 // Bound by memory.  Floor: the arrays that are read, and dx, once over the bandwidth.
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
          first += (long long)gridDim.y * CHANNELS * lanes)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, shares_per_row, 1);
-            const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
+            const Share lane = share_at(share.pixel, lanes, 1);  // `n` is the pixel, `pixel` the lane
             const long long c = first + lane.pixel;
             const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS
             const Pixel in = pixel_at(lane.n, windows.size);

@@ -2,7 +2,7 @@
 //
 // NVRTC compiles the kernels for GPUs.  In the tests, a host C++ compiler compiles them against cuda_on_host.h, which
 // defines __global__, threadIdx, __syncthreads and so on as ordinary C++.  For shared memory and explicit PTX
-// instructions, it is not enough to define CUDA's own names.  They have macros and functions of their own.
+// instructions, it is not enough to define CUDA's own names: this file has macros and functions for them.
 #pragma once
 
 #ifdef CUPYCONV_HOST
@@ -29,7 +29,7 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
     return product;
 }
 
-// `a` if `by` is 0 or more, else `b`, also if `by` is NaN.  Both are computed; the compiler might branch instead.
+// `a` if `by` is 0 or more, else `b`, also if `by` is NaN.  Both are computed; otherwise the compiler might branch.
 __device__ __forceinline__ float select_by_sign(float by, float a, float b) {
     float chosen;
     asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(a), "f"(b), "f"(by));

@@ -29,7 +29,7 @@ struct PrologueGradParams {
     int channels, lanes;  // lanes: threads of a block along the channels
 };
 
-// The argument of `back_through`: the result of f if the derivative can be computed from it, else u.
+// The argument of `back_through`: the result of f for sigmoid and tanh, else u.
 template <class R> __device__ __forceinline__ R known_from(R u, int code) {
     return code == SIGMOID ? sigmoid(u) : code == TANH ? tanh(u) : u;
 }

@@ -244,7 +244,7 @@ __device__ __forceinline__ A back_through_reset(
     return product * r.value;
 }
 
-// Compute the gates' gradients of a step within the sample's length.  Returns the same as the functions above.
+// Compute the gates' gradients of a step within the sample's length.  Returns the same as back_through_rnn.
 template <class F>
 __device__ __forceinline__ A back_through_step(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
     dh += kept.grad_y;

@@ -43,7 +43,7 @@ struct RecurrentParams {
     void* beside;                         // A: (D, time, N, H): c of an LSTM, q of a GRU; or null
     long long beside_d, beside_t;
     void* states;                         // A: two arrays (D, N, H); step s reads array s % 2 and writes the other
-    void* cells;                          // A: (D, N, H), c of an LSTM; both are null if no other step needs them
+    void* cells;                          // A: (D, N, H), c of an LSTM; null, as `states`, if no other step needs it
     unsigned* counters;                   // for kernels whose blocks wait for each other
     GateActivation activation[6];         // three per direction: f, g, act
     int default_gates;                    // 1: these are the defaults, sigmoid and tanh, and there is no clip
@@ -54,7 +54,7 @@ struct RecurrentParams {
     int gates_per_unit;                   // gates of the cell
     int is_candidate;                     // for one gate: it is n of a GRU, after the reset
     int keeps_gates, input_forget, lengths_wide;
-    int weight_vector, weight_ih_vector;  // bytes per copy of aligned rows: 16; 4, or 8 for float64; 0: one element
+    int weight_vector, weight_ih_vector;  // bytes per access to their rows: 16; 4, or 8 for float64; 0: one element
     int states_vectorized;                // 1: their rows are 16-byte aligned
 };
 
@@ -92,7 +92,8 @@ __device__ __forceinline__ void publish_first(const RecurrentParams& params, int
         state_at<A>(params, 0, d, n)[u] = value_at<T>(params.h0, d, n, u);
 }
 
-// The reset states r * h of all samples, for a GRU that resets before the product: r and z store them for n.
+// The reset states r * h of all samples, for a GRU that resets before the product.  The step of r and z stores them for
+// that of n.
 template <class A>
 __device__ __forceinline__ const A* reset_state_at(const RecurrentParams& params, int d, int step) {
     const int t = params.backward[d] ? params.steps - 1 - step : step;

@@ -16,8 +16,8 @@
 // LaunchKind.  For a GRU that resets before the product, each step has a second launch, RESET:
 //
 //     steps_done    0             1 ... count - 1        count
-//                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; it leaves in `carried` the
-//                                                        gradient of the initial state, or for the next run
+//                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; `carried` then has the gradient
+//                                                        of the initial state, or the one the next run begins with
 //
 // recurrent_back.cuh computes the gradients of the gates from dh.  recurrent_gradient_persistent.cu does the same as
 // this kernel in one launch.
@@ -54,7 +54,7 @@ struct Stage {
 };
 union Shared {
     Stage stage[STAGES];
-    A parts[WARPS * TILE * TILE];  // of the product, one per warp, which share K
+    A parts[WARPS * TILE * TILE];  // of the product, one per warp; the warps share K
     A sums[MOST_ROWS * BLOCK];     // of each thread, to be added over samples
 };
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int
         }
     }
     wait_for_copies<0>();
-    __syncthreads();  // the stages are free
+    __syncthreads();  // the stages may be overwritten
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll

@@ -46,8 +46,8 @@ __device__ __forceinline__ unsigned* counter_of(const RecurrentParams& params, i
     return params.counters + ((long long)blockIdx.z * tiles + n_first / Tile::ROWS) * APART;
 }
 
-// One step of all tiles of the block, as drawn above.  It waits until a tile's counter has reached `arrivals`.  If the
-// block `stays` with one tile, `tile` and `cell` are reused from the previous step.
+// One step of all tiles of the block, as drawn above.  For each tile, it waits until the tile's counter has reached
+// `arrivals`.  If the block `stays` with one tile, `tile` and `cell` are reused from the previous step.
 template <class Part, int COUNT>
 __device__ __forceinline__ void take_step(
     Part& tile, UnitCell<T, COUNT>& cell, typename Part::Shared& shared, const A* rows, const T* weight, int pitch,

@@ -26,7 +26,7 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 using Tile = StreamedTile<T, GATES, SAMPLES, ARITHMETIC>;
-// A single unit's inputs are loaded before the product and wait in registers, which do not suffice for several units.
+// If a thread has one unit, its inputs are loaded before the product.  For several, there are not enough registers.
 constexpr bool EARLY = Tile::PAIRS_PER_THREAD == 1;
 
 extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 : 1)
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 :
     if (EARLY) load(0);
     if constexpr (EARLY)
         if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_inputs(sum); });
-    // The left operand is h; null stands for h0.  A GRU's candidate multiplies the reset state of r and z.
+    // The left operand is h; null stands for h0.  For a GRU's candidate it is the reset state that r and z left.
     const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
     if (GATES == 1 && params.is_candidate) rows = reset_state_at<A>(params, d, step);
     tile.multiply_state(*shared, rows, [&](int i, const A(&sum)[GATES]) {

@@ -185,7 +185,7 @@ struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
                          UNITS * WEIGHT_PITCH, stage.state + k_warp * STEP, STATE_PITCH);
         }
         wait_for_copies<0>();
-        __syncthreads();  // the stages are free
+        __syncthreads();  // the stages may be overwritten
 
         products.for_each([&](int n, int u, const A(&sum)[GATE_COUNT]) {
             shared.partial[k_warp * PAIRS + this->pair_of(n, unit_warp * 8 + u)] = this->packed(sum);

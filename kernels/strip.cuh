@@ -10,8 +10,8 @@ namespace cupyconv {
 
 constexpr int OUTSIDE = -(1 << 30);  // stays negative if added to any offset of a plane, or to itself
 
-// Byte offsets along an axis of COUNT taps of a window that begins at `first`.  From these, a 64-bit address needs the
-// least arithmetic.
+// Byte offsets along an axis of COUNT taps of a window that begins at `first`.  Computing a 64-bit address from
+// bytes needs the least arithmetic.
 template <class T, int COUNT>
 __device__ __forceinline__ void offsets(int (&at)[COUNT], int first, int size, long long stride, int mode) {
     const int step = int(stride) * int(sizeof(T));

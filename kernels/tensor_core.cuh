@@ -43,8 +43,8 @@
 // Rows are 16-byte aligned, anywhere in shared memory.  The 8 rows of a tile are read without bank conflicts if their
 // addresses differ modulo 128.  (An array of a 16-bit type is aligned to 2 bytes only: declare vectors.)
 //
-// Doubles: sum (8 x 8) += a (8 x 4) b (4 x 8), a: m = lane / 4, k = lane % 4; b: n = lane / 4, k = lane % 4; sum[i]: m
-// = lane / 4, n = 2 (lane % 4) + i.
+// Doubles: sum (8 x 8) += a (8 x 4) b (4 x 8), a: m = lane / 4, k = lane % 4; b: n = lane / 4, k = lane % 4;
+// sum[i]: m = lane / 4, n = 2 (lane % 4) + i.
 //
 // The functions need sm_80.  sm_75 has float16 and load_matrices, and its copies are plain ones that complete at once.
 // The rest traps on sm_75, where planning never chooses it.
@@ -61,7 +61,7 @@ template <class T> struct OperandTagOf { using type = T; };
 template <> struct OperandTagOf<float32> { using type = tf32; };
 template <class T> using OperandTag = typename OperandTagOf<T>::type;
 
-// The arithmetic of a kernel's products: CUDA cores; tensor cores, by the type in memory; float32 as one product of
+// The arithmetic of a kernel's products: CUDA cores; tensor cores, in the type in memory; float32 as one product of
 // TF32, or as three (tf32_split.cuh).
 enum ArithmeticKind { FMA, MMA, TF32, TF32X3 };
 

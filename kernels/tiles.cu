@@ -14,7 +14,7 @@
 // Neighbouring threads process neighbouring elements.  If channels are contiguous in the tiles, channel_lanes
 // neighbouring threads process neighbouring channels instead.  The position of an element in x is computed once for all
 // channels of a thread.
-// Bound by memory, and for one channel by the divisions of that position.
+// Bound by memory, and for one channel by the divisions that compute this position.
 // Floor: each element read and written over the bandwidth.
 //
 // -D: DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: the type of their sums, or complex with real inputs),

@@ -96,8 +96,8 @@ struct CudaCores {
 // ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K ----------------------------------------
 
 // The fragments of both operands for one step of K, in registers.  A lane stores the tile index of its own element of
-// row m, and of column j, at k = 0.  Along a row of the tile, an exclusive or gives all other indices, because one
-// orders the chunks (shared_tile.cuh).  Down a column, they are whole rows apart.
+// row m, and of column j, at k = 0.  Along a row of the tile, an exclusive or gives all other indices, because the
+// chunks are permuted by an exclusive or (shared_tile.cuh).  Down a column, they are whole rows apart.
 template <class T, class WeightTile, class ImageTile, bool CHUNKED, bool WEIGHT_ALONG_M>
 class Fragments {
 public:
@@ -281,7 +281,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT
     };
 };
 
-// float64: fragments of 16 x 4 and 4 x 8, which are two elements and one per lane.
+// float64: fragments of 16 x 4 (two elements per lane) and of 4 x 8 (one element per lane).
 template <int M, int J, bool WEIGHT_ALONG_M>
 struct DoubleTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;

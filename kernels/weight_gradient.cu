@@ -11,7 +11,7 @@
 //     sums [part] [o x (c, t)]         the epilogue kernel adds the parts in a fixed order: no atomics
 //
 // Bound by index arithmetic, which OUTPUTS products share, and by loads.  Blocks that run side by side read `grad` once
-// per ROWS rows, and an input once per OUTPUTS outputs.  It is for few channels, for depthwise kernels, and for
+// per ROWS rows, and an input once per OUTPUTS outputs.  The kernel is for few channels, for depthwise kernels, and for
 // convolutions without memory for columns.  Floor: `grad` and the inputs once over the bandwidth.
 //
 // -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real with a complex Y), OUTPUTS,

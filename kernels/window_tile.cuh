@@ -3,10 +3,10 @@
 //     sum[m, p] += sum_{t, k}  weight[t, m, k] * tile[base(p) + offset(t), k]
 //
 //     tile       pixel 0   [k k k k .. k | . .]      CHUNK contiguous channels of a pixel, 64 bytes, and 16 bytes of
-//                pixel 1   [k k k k .. k | . .]      padding, which put neighbouring pixels in different banks: eight
+//                pixel 1   [k k k k .. k | . .]      padding, so that neighbouring pixels are in different banks: eight
 //                 ...                                are read at once without conflict, 16 bytes of each
 //
-//     base(p)    where the window of p begins, in elements; offset(t): from there to tap t
+//     base(p)    the pixel of the tile where the window of p begins; offset(t): pixels from there to tap t
 //
 // Only `base` and `offset` depend on stride and dilation.  Warps share the pixels in small groups, so that a tile of
 // fewer pixels skips whole groups.  Rows (m) are skipped likewise.
@@ -154,7 +154,7 @@ private:
 };
 
 // On tensor cores.  A warp multiplies 16 rows by 16 pixels at a time, with fragments loaded straight from the tile.
-// float32 is rounded to TF32 as it is loaded, or split (tf32_split.cuh): then the products of a tap are summed apart.
+// float32 is rounded to TF32 as it is loaded, or split (tf32_split.cuh): then each tap is summed separately.
 template <class T, int ARITHMETIC_KIND, int ROWS_, int PIXELS>
 class MatrixTileSums {
     using Tile = WindowTile<T>;
@@ -277,7 +277,7 @@ private:
         }
     }
 
-    // Accumulate 16 rows.  The split parts of one group of pixels at a time are in registers.
+    // Accumulate 16 rows.  Registers hold the split parts of one group of pixels at a time, which is all they allow.
     template <bool CHECKED>
     __device__ __forceinline__ void add_split_products(
         float (*sum)[GROUPS * 2][4], const T* tile, const T* weight, int depth) const {
@@ -316,7 +316,7 @@ template <class T, int ROWS, int PIXELS> struct TileSumsOf<T, FMA, ROWS, PIXELS>
 
 // ---- depthwise: every channel by itself ----------------------------------------------------------------------------
 
-// Calls f(pixel, k, sums) for each pixel of the tile and each VECTOR channels from k on.  `weight` is [t][k].
+// Calls f(pixel, k, sums) for each pixel and each vector of channels, k ... k + VECTOR - 1.  `weight` is [t][k].
 template <class T, class F>
 __device__ __forceinline__ void convolve_each(
     const T* tile, const Accumulator<T>* weight, const Windows& windows, const Box& inner, const int* base, int pixels,

@@ -43,7 +43,7 @@ from cupyconv.problem.problems import Problem, UnlikeItsModel
 
 #: Maximum number of cached executables; the least recently used one is evicted.
 KEPT = 1024
-#: A limit that no call reaches; the smallest limit that an error names; its largest ratio to the minimum.
+#: A limit that no call reaches; the smallest limit that an error names; how much it may exceed the minimum, as a ratio.
 UNLIMITED, LEAST_WORKSPACE, NEAR = 1 << 62, 64, 1.25
 
 #: Executables by key.  Two threads that store the same key store equivalent executables.

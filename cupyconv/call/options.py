@@ -62,13 +62,13 @@ class options(AbstractContextManager["Settings"]):
         only if it is faster by far according to its cost model, which has not been verified on any GPU.  Sums of
         integers are then not exact, and errors are bounded normwise: in float32 by 2e-6 times the largest element of x
         times the largest sum of ``abs(weight)`` of an output channel.  On random data they are about those of sums of
-        products.  A tile with an infinite or NaN element is computed again by sums of products.  If this needs more
-        than 2**34 products (2**40 on CUDA), the tile is left as it is, and `explain` says which of the two applies.
+        products.  A tile with an infinite or NaN element is computed again by sums of products, unless this needs more
+        than 2**34 products (2**40 on CUDA); then it is left as it is.  `explain` says which of the two applies.
         False forbids the method, even if it is named.
     threads : int, optional
-        Number of threads that a call on NumPy uses, or fewer if the workspace limit does not allow so many.  The
-        default is the number of threads of NumPy's BLAS, so that its environment variables, threadpoolctl and the
-        process's affinity are respected, or fewer if the cost model predicts that they are faster.  While a call uses
+        Number of threads that a call on NumPy uses; it uses fewer if the workspace limit does not allow so many.  By
+        default, it is at most the number of threads of NumPy's BLAS, so that BLAS's environment variables,
+        threadpoolctl and the process's affinity are respected; the cost model may choose fewer.  While a call uses
         several threads, BLAS is limited to one thread in the whole process; afterwards it gets its own number back.
         With ``threads=1``, matrix products use the threads of BLAS; if the default selects one thread, they do not.
 

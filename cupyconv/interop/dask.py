@@ -4,14 +4,14 @@ A result is lazy.  One task computes each chunk of it: the function of the same 
 needs::
 
     chunks of x      |........|........|........|      a chunk of the result reads its own chunk of x
-    chunk of result        ===|========|==             and a halo, cut from the neighboring chunks
+    chunk of result        ===|========|==             and a halo, cut from the neighbouring chunks
 
 If the chunks are views of one NumPy array, as after `dask.array.from_array`, a chunk with its halo is a view too.
 
 The geometry of the whole call determines which elements each chunk reads, along every axis.  Stride and dilation
 continue across chunk borders, only the ends of the whole image are padded, and result chunks do not overlap.  If a halo
-is thin, an extra task per chunk of x copies the elements that neighbors need, so that they do not hold the chunk in
-memory.
+is thin, an extra task per chunk of x copies the elements that its neighbours need, so that these do not hold the whole
+chunk in memory.
 
 Chunks are NumPy or CuPy arrays.  The settings (`cupyconv.options`) are those in force when the function is called, not
 when the result is computed.  Dask's workers provide the threads: within a task, a call on NumPy uses one thread, and so
@@ -102,8 +102,8 @@ def conv(
     Notes
     -----
     The result equals that of the call in memory up to rounding, because blocks of another size may use another method.
-    Chunks of less than 64 elements along an axis spend unnecessary time on halos and on Dask's scheduling.  A kernel
-    may span several chunks.
+    Chunks of fewer than 64 elements along an axis lose time to halos and to Dask's scheduling.  A kernel may span
+    several chunks.
 
     Examples
     --------

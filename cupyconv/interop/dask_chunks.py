@@ -149,7 +149,7 @@ def _owner(array: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """The task that cuts from a chunk what its neighbors need.  Copies do not keep the chunk in memory."""
+    """The task that cuts from a chunk what its neighbours need.  Copies do not keep the chunk in memory."""
 
     chunk: tuple[Any, ...]
     pieces: list[tuple[slice, ...]] = field(default_factory=list)

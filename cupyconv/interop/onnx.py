@@ -22,8 +22,8 @@ The evaluator computes with NumPy arrays.  Your own engine runs a node on NumPy 
 absent one.  Attributes are keywords with ONNX's names and defaults, and strings are `str`.  The call returns a tuple of
 `outputs` arrays.  `load` and `operators` need the package onnx.
 
-Each operator implements its newest definition in ONNX.  Models with older definitions run correctly as far as these
-specify the same.
+Each operator implements its newest definition in ONNX.  Models with older definitions run correctly as far as the old
+and the new definition agree.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def Softmax(call: Call, x: Array) -> Array:
 
 @operator
 def LRN(call: Call, x: Array) -> Array:
-    """Normalize each element by the squares of its neighbors along the channels."""
+    """Normalize each element by the squares of its neighbours along the channels."""
     size, squares = call("size"), call.xp.square(x)
     before = (size - 1) // 2
     padded = call.xp.pad(squares, ((0, 0), (before, size - 1 - before), *((0, 0),) * (x.ndim - 2)))

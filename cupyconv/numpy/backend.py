@@ -115,7 +115,7 @@ def whole_lines(elements: int, itemsize: int) -> int:
 
 
 def lines_apart(elements: int, itemsize: int) -> int:
-    """Like `whole_lines`, for adjacent rows: one line more if the same part of many rows shared few cache sets."""
+    """Like `whole_lines`, for adjacent rows: one line more if the same part of many rows would share few sets."""
     line = LINE // itemsize
     lines = -(-elements // line)
     return (lines + (lines % FEW_PLACES == 0)) * line

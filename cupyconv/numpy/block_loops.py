@@ -197,7 +197,7 @@ class PixelLoop(BlockLoop):
 
     @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
-        """Return a loop with blocks of about the target size, or the largest that fit the limit with `fixed` bytes."""
+        """Return a loop with blocks of about the target size, or the largest that fit the limit after `fixed` bytes."""
 
         def needed(block: BlockSize) -> int:
             loop = cls(problem, block)

@@ -38,7 +38,7 @@ _HALVES = 3
 #: Tiles of a band up to which they are cached from run to run: computing them bounds the time of a chain with few
 #: tiles.
 _KEPT_TILES = 16
-#: Most kinds of parts per layer, and most tiles that are tried, so that the time of planning is bounded.
+#: Most kinds of parts per layer, and most drafts that are tried, so that the time of planning is bounded.
 _MOST_PARTS, _MOST_TRIED = 12, 10
 #: Factor by which tiles take longer than the loops of their parts: each part is another convolution than the previous
 #: one.

@@ -10,7 +10,7 @@ determine the rows that it reads, which the layer before must provide.  Some of 
     x              | rows read           | rows read         |   without the rows that are in memory already
 
 Rows that a layer will read again stay in memory for the next tile, and only missing rows are computed.  No row is
-computed twice, except at the start of a band, because the neighboring band belongs to another thread.
+computed twice, except at the start of a band, because the neighbouring band belongs to another thread.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def tiles_to_plan(
     count = -(-len(rows) // step)
     numbers: Iterable[int] = range(count)
     if count > _PLANNED_TILES:
-        # Tiles are alike, except near the first and the last tile in which a layer's windows reach an end of its image.
+        # Tiles are alike, except near those in which a layer's windows reach an end of its image.
         near = {0, count - 1}
         for begin, end in _rows_at_ends(layers, axis):
             first, last = (min(max((row - rows.start) // step, -2), count + 1) for row in (begin, end))

@@ -70,7 +70,8 @@ def winograd_refusal(problem: ProductsProblem) -> str:
 def fft_unasked(problem: ProductsProblem) -> str:
     """Return why transforms are used only if named; empty if they are chosen freely.
 
-    A short call gains no time for its larger errors.  With few outputs, products read no more than transforms would.
+    A short call gains too little time to justify the larger errors.  With few outputs, products read no more than
+    transforms would.
     """
     geometry = problem.geometry
     if geometry.products < FEW_PRODUCTS:

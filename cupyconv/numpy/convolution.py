@@ -157,7 +157,7 @@ class ConvLoop(PixelLoop):
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of `images`' scratch memory in addition to a block's largest array: the tile in addition to columns."""
+        """Bytes in the scratch memory of `images` besides a block's largest array, such as the tile besides columns."""
         return 0
 
     @classmethod

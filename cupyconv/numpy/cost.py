@@ -414,7 +414,7 @@ def winograd_calls(geometry: ConvGeometry) -> int:
 def transformed(elements: float, rows: Sequence[float], kernel: Sequence[int]) -> float:
     """Estimated time of transforms to `elements` elements of tiles, or back, with `rows` contiguous elements per axis.
 
-    There are fewer elements before an axis is transformed.
+    The arrays between the transforms of two axes have fewer elements.
     """
     written, left = 0.0, elements
     for taps, row in zip(kernel, rows):
@@ -446,7 +446,7 @@ def transformed_weight(kernels: int, products: int, taps: int) -> float:
 
 # --- Fourier's transforms -------------------------------------------------------------------------------------
 
-#: Seconds per element for each doubling of a transform's length, and in addition to that.
+#: Seconds per element for each doubling of a transform's length, and seconds per element for any length.
 FOURIER, FOURIER_COPY = 99e-12, 1.5e-9
 #: Additional relative time of a line that is transformed alone: several lines share vectors, one element each.
 FOURIER_ALONE = 1.0

@@ -235,7 +235,7 @@ def _run(geometry: ConvGeometry) -> int:
 
 
 def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """Return a view of the runs that taps read of some channels, (c, kd, kh, kw, run), and a function.
+    """Return a view (c, kd, kh, kw, run) of the runs that taps read of some channels, and a function for their pixels.
 
     The function returns a view (..., samples, d, h, w) of the pixels in runs (..., run).
     """

@@ -1,6 +1,6 @@
 """The direct method: products of one tap after another are added to the sums, without columns of all taps.
 
-If a tap reads little, for example because the kernel is as large as the image, a product covers some taps' columns.
+If a tap reads little, for example because the kernel is as large as the image, a product covers several taps.
 """
 
 from __future__ import annotations

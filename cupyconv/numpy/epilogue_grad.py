@@ -133,7 +133,7 @@ class EpilogueGrad(ElementwiseStep):
 
 
 def channel_sums(block: np.ndarray) -> np.ndarray:
-    """Return each channel's sum of (n, c, d, h, w), as products with ones: BLAS reads faster than NumPy adds."""
+    """Return each channel's sum of (n, c, d, h, w), as products with ones: BLAS is faster than NumPy's sum."""
     samples, channels = block.shape[:2]
     if channels > 1 and block.strides[1] == block.itemsize:
         rows = np.moveaxis(block, 1, -1).reshape(-1, channels)

@@ -215,7 +215,7 @@ class Fft(ConvLoop):
 
     @property
     def _again_bytes(self) -> int:
-        """Bytes of the smallest columns of a recomputed block.  They have all channels, also if `one_by_one`."""
+        """Bytes of the smallest columns of a recomputed block.  They have all channels, even if `one_by_one`."""
         return one_tap_bytes(self.problem, (1, 1, 1, 1), self.x_dtype.itemsize) * self.computes_again
 
     @property
@@ -374,9 +374,10 @@ class Fft(ConvLoop):
 
 @dataclass(frozen=True)
 class FftShares(Fft):
-    """Shares of a convolution one after the other, of some groups or of some outputs of one.
+    """Compute shares of a convolution one after the other, each with some groups or some outputs of one group.
 
-    All shares are cut like the first one and cost as much.  The loop of a share is made when it runs: there may be thousands.
+    All shares are cut like the first one and cost the same.  The loop of a share is made when it runs, because there
+    may be thousands.
     """
 
     #: The loop of the first share, and the number of shares.

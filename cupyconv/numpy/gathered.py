@@ -151,7 +151,7 @@ class GatheredLoop(GatheringStep):
 class Zeros(NumpyStep):
     """Fill results with zeros before the elements that taps reach are written.
 
-    To fill one contiguous run takes a fraction of the time to fill only the unreached elements, which are strided.
+    Filling one contiguous run takes a fraction of the time of filling only the unreached elements, which are strided.
     """
 
     problem: TransposedProblem

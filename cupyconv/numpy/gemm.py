@@ -142,7 +142,7 @@ class Product(ConvLoop):
 
     @property
     def divided_work(self) -> float:
-        """Estimated time of products that threads share; with one group, each has some rows and packs all columns."""
+        """Estimated time of products that threads share; with few groups, each has some rows and packs all columns."""
         groups, (rows, reduction, columns) = self.geometry.groups, self._sizes
         if self.rows_on == 1 or groups >= self.rows_on or self.parts:
             return self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)

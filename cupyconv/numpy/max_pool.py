@@ -136,9 +136,9 @@ class MaxPoolGradient(Adjoint):
 
     @property
     def touched(self) -> int:
-        """Elements that a block reads and writes; 0 for part of a plane by windows, so that a plane is not cut.
+        """Elements that a block reads and writes; 0 if it visits windows and is in one plane, so that no plane is cut.
 
-        Otherwise each part of the plane would search the same windows again.
+        Otherwise each part of a plane would search the same windows again.
         """
         return 0 if self.by_window(0) and prod(self.block[:2]) == 1 else super().touched
 

@@ -1,4 +1,4 @@
-"""Several inputs merged by a 1x1 kernel: either the inputs are copied, or the products of the inputs are added.
+"""Several inputs merged by a 1x1 kernel: copy the inputs, or add their products, whichever takes less time.
 
 ::
 

@@ -29,9 +29,9 @@ NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU f
 #: Most bytes of memory that a layer reuses from call to call.  To allocate it, touch it first and cut it into steps
 #: takes a tenth of the time of 100 steps of 128 units.
 KEPT_BYTES = 1 << 20
-#: Steps of one sample from which folding takes less time than it saves; for four or more samples, a quarter of these
-#: steps.  One sample with a large input weight saves less: it needs one step per `FOLDED_ELEMENTS` elements of the
-#: weights, but `ALWAYS_FOLDED_FROM` steps are always enough.
+#: Steps times samples, of which at most four count, from which folding takes less time than it saves.  One sample with
+#: a large input weight saves less: it needs one step per `FOLDED_ELEMENTS` elements of the weights, but
+#: `ALWAYS_FOLDED_FROM` steps are always enough.
 FOLDED_FROM, FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM = 32, 1000, 128
 #: Elements of the input weight up to which it is faster to multiply one sample's input in each step than all inputs at
 #: once.

@@ -108,7 +108,10 @@ class GradientStrips(DepthwiseGradientLoop):
     def _products(
         self, run: WeightRun, image: np.ndarray, grad: np.ndarray, first: int, strips: int, width: int
     ) -> np.ndarray:
-        """Return the summed products of strips: (c, outputs, kh, elements, pixels), the last two swapped if turned."""
+        """Return the products of `strips` strips from the pixel `first` on, summed over all strips.
+
+        They are (c, outputs, kh, elements, pixels), with the last two axes exchanged if the strips are turned.
+        """
         geometry = self.geometry
         (deeper, down, right), elements = geometry.stride, reach(geometry, 2, width)
         c, outputs, *samples, height, _ = grad.shape

@@ -163,7 +163,7 @@ class ToeplitzLoop(ConvLoop):
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
         """Write a block's sums (c, outputs per channel, n, d, h, w) for some channels; return whether all are finite.
 
-        To check one of the outputs that share elements is enough.  Through the zeros of the matrix, each of them
+        It is enough to check one of the outputs that share elements.  Through the zeros of the matrix, each of them
         depends on all elements that any of them reads.
         """
 

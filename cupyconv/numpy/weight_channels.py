@@ -80,7 +80,7 @@ class GradientChannels(PixelLoop):
     def _to_try(cls, problem: WeightGradientProblem) -> Iterator[Self]:
         """Yield loops, the best first: columns that fit in cache, then smaller ones.
 
-        Loops over single samples come last; they need no copy of the gradient.
+        Loops over single samples come last; products can then read the gradient in place.
         """
         geometry, (pixels, samples) = problem.geometry, cls.aim(problem)
         most_channels = ceil(geometry.in_channels / problem.host.threads)

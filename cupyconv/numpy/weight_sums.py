@@ -1,8 +1,8 @@
 """Sums of a weight gradient: a loop over blocks of pixels whose products are accumulated.
 
 Sums are stored for a range of outputs at a time, so that they fit in the workspace limit.  Nearly always the range is
-all outputs.  If the result is in C order, it holds the sums itself.  On one thread, sums of one output that exceed half
-the limit are allocated on top of it.
+all outputs.  If the result is in C order, it holds the sums itself.  On one thread, if the sums of one output exceed
+half the limit, the bytes beyond that half are allocated on top of the limit.
 
 Each thread accumulates a run of consecutive blocks, and the threads' sums are added in order.  The result is therefore
 bitwise the same for the same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x),

@@ -541,7 +541,7 @@ class Images:
                     self._transform.write(part, read(block.samples_of(x), elements).transpose(channels_first), channels)
 
     def tile(self, block: Block) -> np.ndarray:
-        """Return a copy of the padded inputs that contain all windows of a block: (channels, samples, d, h, w)."""
+        """Return a copy of the part of the padded inputs with all windows of a block: (channels, samples, d, h, w)."""
         tile = block.tile(self.channels)
         image = self.scratch.array("tile", tile.shape)
         if tile.starts_as_zeros:

@@ -121,7 +121,7 @@ class Tiling:
         self._segment = tiles_of_segment(geometry)
 
     def transformed(self, channels: int, overlap: bool = True) -> list[Shape]:
-        """Return the shapes from an image to its transformed tiles; tiles may overlap the next one."""
+        """Return the shapes from an image to its transformed tiles; with `overlap`, neighbours share elements."""
         sizes, products = (
             [
                 (count * outputs + overlap * (taps - 1)) * phases

@@ -70,8 +70,8 @@ def conv(
         Number of elements added around `x`: one int for all sides; or one int or one ``(before, after)`` pair per axis;
         or a name.  A kernel of k taps spans ``dilation * (k - 1) + 1`` elements.  ``"valid"`` adds nothing.  ``"same"``
         adds as many elements as give ``ceil(size / stride)`` results; an odd element goes after (``"same_lower"``:
-        before).  ``"full"`` adds the span less one on each side.  ``"causal"`` adds the span less one before the input
-        only, and is for one spatial axis.
+        before).  ``"full"`` adds one element less than the span on each side.  ``"causal"`` adds the same number, but
+        only before the input, and is for one spatial axis.
     padding_mode : str
         Value of the added elements: ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``,
         as in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, and its ``"mirror"`` is ``"reflect"``.  A
@@ -113,7 +113,7 @@ def conv(
     ------
     TypeError
         For integer or foreign arrays, NumPy and CuPy arrays mixed, a cast that would drop imaginary parts, an
-        activation (also that of the prologue) of a complex result, or an `out` of another dtype.
+        activation (also one in the prologue) if the result is complex, or an `out` of another dtype.
     ValueError
         For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an argument, or a
         method that cannot compute the problem.
@@ -123,7 +123,7 @@ def conv(
     See Also
     --------
     linmerge : 1x1 kernels over any number of spatial axes.
-    vjp : the result, and its gradients.
+    vjp : the result, and a function that computes the gradients.
     explain : the plan of a call, without running it.
 
     Notes

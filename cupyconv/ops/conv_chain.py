@@ -200,7 +200,7 @@ def conv_chain(
 
     Notes
     -----
-    On CUDA, two neighboring layers become one kernel, which holds a tile of the intermediate image in shared memory.
+    On CUDA, two neighbouring layers become one kernel, which holds a tile of the intermediate image in shared memory.
     Pixels in the halo of two tiles are computed twice.  Longer chains run in the best pairs.  If a fused kernel holds
     a 16-bit intermediate image in a wider type, that image is not rounded.
 

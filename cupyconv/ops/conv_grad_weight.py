@@ -53,9 +53,8 @@ def conv_grad_weight(
     stride, padding, padding_mode, dilation, groups
         Settings of the convolution, as for `conv`.
     method : str
-        ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, for channels-last images in 16 bits or
-        float32), ``"winograd"`` (NumPy) or ``"fft"``.  A method that does not apply raises an error; it is never
-        replaced by another.
+        ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, for real dtypes), ``"winograd"`` (NumPy) or
+        ``"fft"``.  A method that does not apply raises an error; it is never replaced by another.
     out : array, optional
         Array for the result, of exactly its shape and dtype, with any strides that do not overlap.
 
@@ -74,9 +73,11 @@ def conv_grad_weight(
     --------
     conv : the convolution.
 
-    Notes ----- The gradient is a product of ``grad`` with the transposed columns of ``x``, computed per chunk of
-    samples; some methods never store the columns.  The order of summation depends only on layouts, options, device and
-    thread count: repeated calls give the same bits.
+    Notes
+    -----
+    The gradient is the product of ``grad`` with the transposed columns of ``x``, computed per chunk of samples; some
+    methods never store the columns.  The order of summation depends only on layouts, options, device and thread count,
+    so repeated calls give the same bits.
 
     Source: Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014).
 

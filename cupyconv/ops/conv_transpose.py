@@ -64,8 +64,8 @@ def conv_transpose(
         pair per axis.  ``"valid"`` cuts nothing.  ``"same"`` and ``"same_lower"`` cut until the result has
         ``size * stride`` elements; an odd element is cut at the end or at the beginning, respectively.
     output_padding : int or tuple of int
-        Number of elements added at the end: first elements that `padding` cut off, then zeros.  It must be less than
-        stride or than dilation.
+        Number of elements added at the end.  The elements that `padding` cut off there come first, then zeros.  The
+        number must be less than the stride or less than the dilation.
     output_shape : int or tuple of int, optional
         Spatial shape of the result, instead of amounts of `padding`.  The excess of the range that the stamps cover,
         plus `output_padding`, is cut off both ends.  An odd element is cut at the end if `padding` is ``"same"``,
@@ -98,7 +98,7 @@ def conv_transpose(
 
     Source: ONNX ``ConvTranspose``; Dumoulin and Visin, *A guide to convolution arithmetic for deep learning* (2016).
 
-    An infinite or NaN weight affects only the elements that its tap is added to.  On CUDA it may also make neighboring
+    An infinite or NaN weight affects only the elements that its tap is added to.  On CUDA it may also make neighbouring
     elements NaN, because some methods read zeros around `x`.
 
     Examples

@@ -82,16 +82,19 @@ def max_pool(
     TypeError
         For complex arrays, because complex numbers have no order, and for integer and foreign arrays.
     ValueError
-        For shapes and settings that do not fit, and if `options` leave too little workspace for one window.
+        For shapes and settings that do not fit, and if `options` leaves too little workspace for one window.
 
     See Also
     --------
     avg_pool : the mean of every window.
 
-    Notes ----- The result is exact in every dtype: it is an element of the window.  Each array of a sequence is pooled
-    separately, into its own array.  If a window contains both 0.0 and -0.0, either may be the result.  `ceil_mode` and
-    the indices follow ONNX and PyTorch, but ONNX's indices also count over N and C: they are
-    ``indices + size * arange(N * C)``, with the range reshaped to broadcast.
+    Notes
+    -----
+    The result is exact in every dtype: it is an element of the window.  Each array of a sequence is pooled separately,
+    into its own array.  If the maximum of a window is zero and the window contains both 0.0 and -0.0, either may be the
+    result.  `ceil_mode` and the indices follow ONNX and PyTorch, but ONNX's indices also count over N and C: they are
+    ``indices + size * arange(N * C)``, where size is the number of pixels of one channel, and the range is reshaped to
+    broadcast.
 
     Examples
     --------
@@ -144,7 +147,7 @@ def avg_pool(
     TypeError
         For complex arrays (average their real and imaginary parts separately), and for integer and foreign arrays.
     ValueError
-        For shapes and settings that do not fit, and if `options` leave too little workspace for one window.
+        For shapes and settings that do not fit, and if `options` leaves too little workspace for one window.
 
     See Also
     --------

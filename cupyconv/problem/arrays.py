@@ -84,7 +84,7 @@ def accumulator(name: str) -> str:
 
 
 def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tuple[str, str]:
-    """The dtypes in which images and weight are computed.
+    """The dtypes that images and weight have in the computation.
 
     Both have the precision of `result`.  If only one of them is complex, the other stays real, which halves the
     arithmetic of a full complex product.
@@ -97,7 +97,7 @@ def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tu
 
 @dataclass(frozen=True)
 class Operand:
-    """An array argument with its spatial axes extended to three; for recurrent layers, with its own axes.
+    """An array argument, described with three spatial axes; for recurrent layers, with its own axes.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class Operand:
 
     @cached_property
     def pixel_stride(self) -> int | None:
-        """The stride between neighboring pixels if the spatial axes collapse into one axis; otherwise None."""
+        """The stride between neighbouring pixels if the spatial axes collapse into one axis; otherwise None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])
 
     def samples(self, first: int, count: int) -> Operand:

@@ -89,7 +89,7 @@ class Step(Protocol):
 
     @property
     def shape_of_work(self) -> object:
-        """The value in which two steps agree that are printed as one line."""
+        """A key: consecutive steps with equal keys are printed together."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class KernelLaunch:
 
     @property
     def shape_of_work(self) -> object:
-        """The value in which two launches agree that are printed as one line."""
+        """A key: consecutive launches with equal keys are printed together."""
         return self.kernel, self.purpose
 
 

@@ -55,7 +55,7 @@ class NotApplicable(ValueError):
 
     @classmethod
     def of_the_least(cls, refusals: Iterable[tuple[float, str]]) -> NotApplicable:
-        """The refusal of several implementations, each given by its bytes and reason: that with the fewest bytes."""
+        """The refusal, among several given as (needed bytes, reason), that needs the fewest bytes."""
         needed, why = min(refusals, key=itemgetter(0))
         return cls(why, needed)
 
@@ -125,9 +125,10 @@ class Problem:
         return self.machine
 
     def limit_with(self, weights: int) -> int:
-        """The limit if `weights` bytes of weights have to be copied whole: bytes beyond half of it come on top.
+        """The limit if `weights` bytes of weights have to be copied whole.
 
-        This way a larger limit never leaves less memory for the other buffers.
+        Copies of more than half of the limit come on top of it, in part or as a whole.  This way a larger limit never
+        leaves less memory for the other buffers.
         """
         return max(self.limit, min(self.limit, weights) + weights)
 
@@ -417,7 +418,7 @@ def without_empty_inputs(problem: _Merging) -> _Merging:
 
 
 def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
-    """The numbers of the inputs that have channels, but at least one number; and the geometry of only these inputs."""
+    """The indices of the inputs that have channels, at least one index, and the geometry of only these inputs."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
     if len(kept) == len(geometry.channels):
         return kept, geometry

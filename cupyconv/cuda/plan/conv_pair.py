@@ -295,7 +295,7 @@ def shared_bytes(
     output_tiles: int,
     pixels: tuple[int, int],
 ) -> int:
-    """Return the size of `SharedLayout` in kernels/conv_pair.cu; taps are per layer, chunks and pixels of x and z."""
+    """Return the size of `SharedLayout` in kernels/conv_pair.cu; taps per layer; chunks and pixels of x and middle."""
     (first, second), (x_chunks, middle_chunks), (x_pixels, middle_pixels) = kinds, chunks, pixels
     chunk, sums = CHUNK_BYTES // ITEMSIZE[dtype], ITEMSIZE[accumulator(dtype)]
     first_weight = taps[0] * tap_bytes(dtype, arithmetic, first, chunk) * middle_chunks

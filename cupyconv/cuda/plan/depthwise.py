@@ -23,7 +23,7 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
-#: Square kernels, with their stride along h, that depthwise.cu is compiled for: in general, with a prologue, and for
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for: without a prologue, with one, and for
 #: groups of more than one channel.  (0, 0) stands for any other kernel.
 KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
 PROLOGUE_KERNELS = ((3, 1), (3, 2))

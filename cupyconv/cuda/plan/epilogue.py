@@ -159,8 +159,8 @@ def _is_vectorized(operand: Operand, axis: int, width: int) -> bool:
 def kept_apart(problem: ConvProblem) -> tuple[Operand, Activation, tuple[KernelLaunch, ...]]:
     """Return what a kernel writes, with which activation, and the launches after it.
 
-    For kernels that have no registers left to write two results.  If the pre-activation is wanted too, the kernel
-    writes only that, and a separate pass computes the result from it.
+    This is for kernels that have no registers left to write two results.  If the pre-activation is wanted too, the
+    kernel writes only that, and a separate pass computes the result from it.
     """
     if problem.pre is None:
         return problem.out, problem.activation, ()

@@ -94,7 +94,7 @@ def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) 
     """Return the tiles that the kernel has for a dtype, an arithmetic and a gather direction.
 
     Only the 64 x 64 tile exists with a prologue, and for 8-byte numbers other than doubles on tensor cores.  Wide tiles
-    have 64 x 64 sums per warp.  These fit the registers only if they have 4 bytes and need no second sum per slab.
+    have 64 x 64 sums per warp.  These fit the registers only if they have 4 bytes and no slab needs separate sums.
     """
     if has_prologue or (ITEMSIZE[dtype] == 8 and arithmetic != "MMA"):
         return ((64, 64),)

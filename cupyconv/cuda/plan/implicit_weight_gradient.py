@@ -2,7 +2,8 @@
 
 ::
 
-    (channels_last)            inputs, gradient -> workspace, each only if its pixels are not whole chunks of channels
+    (channels_last)            inputs, gradient -> workspace, each only if its pixels cannot be copied in whole chunks
+                               of channels
     implicit_weight_gradient   one tile of the gradient over a part of the pixels per thread block
     (epilogue)                 adds the parts in order and rounds; skipped if a single part is the result
 

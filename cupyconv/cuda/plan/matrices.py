@@ -66,7 +66,7 @@ class MatrixView:
         return Matrix(self.start(row, column, sample), self.ld, stride, self.transposed != turned, conjugated)
 
     def as_real(self) -> MatrixView | None:
-        """Return a complex matrix as a real one with twice the columns; None if pixels and parts form no one axis."""
+        """Return a complex matrix as a real one with twice the columns; None if pixels and parts are not one axis."""
         if self.transposed or 2 * self.ld > MAX_DIMENSION:
             return None
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)

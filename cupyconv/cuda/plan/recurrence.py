@@ -354,8 +354,8 @@ class _Layer:
         stored = geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
         resets = len(self.products) > 1
         purposes = ("r, z and the reset state", "n and the new state") if resets else ("product, gates, state",)
-        # The persistent kernel needs GIVEN_GATES for other than default gates; the step kernel always has code for
-        # them.
+        # The persistent kernel has code for gates other than the default only with GIVEN_GATES.  The step kernel always
+        # has it, so that it is compiled once.
         given = {"GIVEN_GATES": 1} if persistent and not uses_default_gates(geometry) else {}
         launches = []
         for count, purpose in zip(self.products[: 1 if persistent else None], purposes):

@@ -41,7 +41,7 @@ from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelL
 from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentGradientProblem
 
-#: Samples per block of recurrent_gradient.cu, which is also its units per block; threads per block.
+#: Samples per block of recurrent_gradient.cu, which has as many units; threads per block.
 TILE, THREADS = 16, 256
 #: recurrent_gradient_persistent.cu: samples per tile, units per block, elements from one sample's gates to the next,
 #: warps.
@@ -178,7 +178,7 @@ class _Gradient:
 
     @property
     def _parts(self) -> int:
-        """Bytes that every block stores for every block, in two copies."""
+        """Bytes that every block stores for every block, in two halves that are used alternately."""
         return 2 * self.together * self.tiles * self.columns**2 * ROWS * UNITS * self.item
 
     def _per_step(self) -> dict[str, int]:

@@ -311,7 +311,7 @@ class Tiling:
     def matrix_product(
         self, m: int, n: int, k: int, a: Spectra, b: Spectra, c: Spectra, beta: int, first: int
     ) -> GemmCall:
-        """Return C = A B, or C + A B, for up to `MAX_BATCH` frequencies from `first` on."""
+        """Return the call for C = A B, or C += A B, of up to `MAX_BATCH` frequencies from `first` on."""
         item, dtype = ITEMSIZE[self.spectrum_dtype], self.spectrum_dtype
 
         def matrix(at: Spectra) -> Matrix:

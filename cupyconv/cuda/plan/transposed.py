@@ -446,7 +446,7 @@ class _GemmPlanner(ProductsPlanner):
         return steps
 
     def _gather(self, columns: Operand, out: Operand, first: int, plane: int) -> KernelLaunch:
-        """Return the launch that sums columns into `out`, whose first channel is `first`."""
+        """Return the launch that sums columns into `out`, from channel `first`; imaginary columns follow at `plane`."""
         problem = self.problem
         bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + first * problem.bias.itemsize)
         launch = col2im_launch(

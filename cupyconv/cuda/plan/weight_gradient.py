@@ -187,7 +187,7 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive parts of the sum with equal length: the first, their number, and where its pixels begin."""
+    """Consecutive parts of the sum with equal length: the first part, the number of parts, and the first pixel."""
 
     part: int
     count: int

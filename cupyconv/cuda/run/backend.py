@@ -60,7 +60,7 @@ class CudaBackend:
     def from_host(self, array: np.ndarray) -> Any:
         """Copy an array from host memory to the device, enqueued like any other work.
 
-        A capture raises RuntimeError: the graph would read the host memory at every launch, when it may have changed.
+        Raises RuntimeError during a capture: the graph would read the host memory, which may change, at every launch.
         """
         if self.device.is_capturing():
             raise RuntimeError(

@@ -204,7 +204,7 @@ class CupyDevice:
 
         with self.current():
             if not self.is_capturing():
-                plan()  # if this needs too much memory, the whole call is planned again before any step has run
+                plan()  # if it needs more memory than counted, the whole call is planned again before any step runs
         return enqueue
 
     def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
@@ -355,7 +355,7 @@ class _Transforms:
 
     @_with_memory_errors
     def _lent(self, nbytes: int, allocate: Callable[[int], Any]) -> Any:
-        """Return the shared work area for a new plan; a larger area replaces a small one and drops all other plans."""
+        """Return the shared work area for a new plan; if it is too small, replace it and drop all other plans."""
         if self._work_area is None or self._work_area.mem.size < nbytes:
             self._plans.clear()
             self._work_area = None

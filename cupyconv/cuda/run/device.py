@@ -53,8 +53,8 @@ class TransformArguments(NamedTuple):
     """The arguments of ``cufftMakePlanMany`` in its own order, and the direction: -1 forward, 1 inverse.
 
     Image b + 1 begins `idist` elements after image b.  An image has the layout of a C-ordered array of shape `inembed`,
-    with all strides multiplied by `istride`.  `onembed`, `ostride` and `odist` describe the results alike.  `type` is a
-    cufftType.
+    with all strides multiplied by `istride`.  `onembed`, `ostride` and `odist` describe the results in the same way.
+    `type` is a cufftType.
     """
 
     size: tuple[int, ...]
