@@ -100,12 +100,12 @@ def cupy_with_gpu() -> tuple[ModuleType | None, str]:
     if cuda is None:
         return None, "no NVIDIA driver was found"
     if not packages:
-        return None, f"an NVIDIA driver (CUDA {_dotted(cuda)}) but no CuPy: {install_line(cuda)}"
+        return None, f"NVIDIA driver found (CUDA {_dotted(cuda)}), but CuPy is not installed: {install_line(cuda)}"
     try:
         cupy = import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # report whatever a broken CuPy or driver raises
-        return None, f"CuPy does not reach a GPU: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None, f"CuPy cannot use a GPU: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return cupy, f"{count} GPU" + "s" * (count != 1)
 
 
@@ -115,13 +115,13 @@ def _entries() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "NumPy", f"{np.__version__}, BLAS: {_numpy_blas()}"
     yield "SciPy", _version("scipy") or "not installed"
-    yield "ml_dtypes", _version("ml_dtypes") or "not installed: no bfloat16 on NumPy"
+    yield "ml_dtypes", _version("ml_dtypes") or "not installed (needed for bfloat16 on NumPy)"
     packages = cupy_distributions()
     yield "CuPy", ", ".join(packages) or "not installed"
     if len(packages) > 1:
         yield from _paragraph(
-            f"WARNING: {len(packages)} CuPy packages are installed side by side; they overwrite each other's files and"
-            " neither is whole. Uninstall all of them, then install one:"
+            f"WARNING: {len(packages)} CuPy packages are installed together; they overwrite each other's files and"
+            " do not work. Uninstall all of them, then install one:"
             f" python -m pip uninstall {' '.join(package.split()[0] for package in packages)}"
         )
     cupy, state = cupy_with_gpu()
@@ -138,9 +138,9 @@ def _entries() -> Iterator[tuple[str, str]]:
     try:
         yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
     except FileNotFoundError as error:  # the package is in an archive, which CUDA's compiler cannot read
-        yield "kernels", f"none: {error}"
-    yield from _paragraph(f"compiled when first needed: {', '.join(PARAMETERS)}")
-    yield "kept", f"{spent() / 2**20:.1f} of at most {BUDGET >> 20} MiB from call to call; clear_caches() gives it back"
+        yield "kernels", f"not found: {error}"
+    yield from _paragraph(f"compiled on first use: {', '.join(PARAMETERS)}")
+    yield "caches", f"{spent() / 2**20:.1f} of at most {BUDGET >> 20} MiB; clear_caches() releases them"
     yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 

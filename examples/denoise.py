@@ -129,12 +129,12 @@ def picture(clean, noisy, median, denoised):
     shown = [
         (f"noisy: {psnr(noisy, clean):.1f} dB", noisy),
         (f"denoised: {psnr(denoised, clean):.1f} dB", denoised),
-        ("what was taken off, twice as strong", 0.5 + 2 * (noisy - denoised)),
+        ("removed noise, twice as strong", 0.5 + 2 * (noisy - denoised)),
         (f"detail, median filter of 3 x 3 pixels: {psnr(median, clean):.1f} dB", median[detail]),
         ("detail, denoised", denoised[detail]),
         ("detail, the photograph without noise", clean[detail]),
     ]
-    figure.suptitle("A U-Net takes noise off a photograph (peak signal-to-noise ratio: higher is better)")
+    figure.suptitle("A U-Net removes noise from a photograph (peak signal-to-noise ratio: higher is better)")
     for axes, (title, image) in zip(figure.subplots(2, 3).flat, shown):
         axes.imshow(image.clip(0, 1).transpose(1, 2, 0))
         axes.set_title(title)
@@ -152,8 +152,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
     parser.add_argument("--train", action="store_true", help="train, and write the weights")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training (default: %(default)s)")
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="read, or with --train written")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="file to read, or to write with --train")
     parser.add_argument("--output", default="denoise.png", help="the picture (default: %(default)s)")
     options = parser.parse_args()
     if options.train:
@@ -179,8 +179,8 @@ def main():
     median = median_filter(noisy, (1, 3, 3))
 
     print(
-        f"A U-Net of {sum(array.size for array in arrays):,} parameters takes noise of standard deviation {NOISE}"
-        " (white is 1) off a photograph it never saw."
+        f"A U-Net of {sum(array.size for array in arrays):,} parameters removes noise of standard deviation {NOISE}"
+        " (white is 1) from a photograph that it was not trained on."
     )
     print("Peak signal-to-noise ratio, higher is better:")
     for name, image in dict(noisy=noisy, median=median, denoised=denoised).items():

@@ -114,7 +114,7 @@ def peak_of(block, image, layers):
 
 xp.random.seed(0)
 image = xp.random.standard_normal((BATCH, WIDTH, SIZE, SIZE)).astype(xp.float32)
-print("Memory of one training step of a dense block; x: as a multiple of that with half the layers.")
+print("Memory of one training step of a dense block; x: relative to half the layers.")
 print("layers    concatenating           merged")
 peaks = [(None, None)]
 worst = 0.0

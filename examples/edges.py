@@ -38,10 +38,10 @@ right = 0
 for step, angle in enumerate(angles.ravel().tolist()):
     column, row = (round(64 + 40 * f(angle)) for f in (math.cos, math.sin))
     right += int(strongest[row, column]) == step
-    print(f"edge at {step * 180 / 8:5.1f} degrees: filter {int(strongest[row, column])} answers strongest")
+    print(f"edge at {step * 180 / 8:5.1f} degrees: filter {int(strongest[row, column])} responds most")
 
 if right != 8:
-    sys.exit("some filter did not answer to its own orientation")
+    sys.exit("some filter did not respond most to its own orientation")
 
 if options.output:
     from matplotlib.figure import Figure  # pip install '.[examples]'
@@ -54,7 +54,7 @@ if options.output:
     middle.imshow(host(xp.concatenate([bank[step].real for step in (0, 2, 4)], axis=1)), cmap="RdBu", vmin=-1, vmax=1)
     middle.set_title("three of eight filters, their real parts")
     last.imshow(host(strongest), cmap="hsv", vmin=0, vmax=8, alpha=host(edges[0].max(axis=0) / edges.max()))
-    last.set_title("the filter that answers strongest")
+    last.set_title("the filter that responds most")
     for axes in (left, middle, last):
         axes.set_axis_off()
     figure.savefig(options.output, dpi=100)

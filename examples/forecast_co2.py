@@ -176,9 +176,9 @@ def main():
     adam = Adam(parameters)
     count = sum(array.size for array in parameters)
     print(
-        f"{len(DILATIONS)} causal convolutions and a GRU ({count:,} parameters) learn from {len(x):,} pieces of the series."
+        f"{len(DILATIONS)} causal convolutions and a GRU ({count:,} parameters) are trained on {len(x):,} pieces of the series."
     )
-    print(f"{len(test_x)} later pieces test them: {AHEAD} weeks are forecast from the {PAST + YEAR} before.")
+    print(f"{len(test_x)} later pieces are the test: {AHEAD} weeks are forecast from the {PAST + YEAR} weeks before.")
 
     steps, start = -(-len(x) // BATCH), time.perf_counter()
     for epoch in range(options.epochs):

@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cupy", action="store_true", help="compute on GPUs")
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--memory", type=int, default=512, help="MiB that a worker may take (default 512)")
+    parser.add_argument("--memory", type=int, default=512, help="memory limit of a worker in MiB (default 512)")
     parser.add_argument("--size", type=int, default=640, help="voxels along an axis of the volume (default 640)")
     arguments = parser.parse_args()
 
@@ -87,13 +87,13 @@ def main() -> None:
         print(f"volume {noise.nbytes / MIB:.0f} MiB, filtered in {seconds:.1f} s")
         if not arguments.cupy:
             peak = max(client.run(peak_memory).values())
-            print(f"most memory of a worker {peak / MIB:.0f} MiB, of {arguments.memory}")
+            print(f"peak memory of a worker {peak / MIB:.0f} MiB, limit {arguments.memory} MiB")
 
         # Compare a part that spans eight chunks with the call in memory.
         before, after = zarr.open(source, mode="r"), zarr.open(target, mode="r")
         expected = cupyconv.conv(before[:, 50:80, 50:80, 50:80], weight)
         difference = abs(expected - after[:, 52:78, 52:78, 52:78]).max()
-        print(f"largest difference to the call in memory: {difference:.1e}")
+        print(f"largest difference from the call in memory: {difference:.1e}")
         if not difference < 1e-6:
             sys.exit("the difference is too large")
 

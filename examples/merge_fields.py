@@ -29,7 +29,7 @@ merged = cupyconv.linmerge(fields, weight, activation="tanh")
 print("merged", merged.shape, merged.dtype)
 
 difference = abs(merged - xp.tanh(weight @ xp.concatenate(fields, axis=1))).max()
-print(f"largest difference to concatenate and matmul: {float(difference):.1e}")
+print(f"largest difference from concatenate and matmul: {float(difference):.1e}")
 print()
 print(cupyconv.explain(cupyconv.linmerge, fields, weight, activation="tanh"))
 

@@ -111,13 +111,15 @@ def picture(losses, accuracies, images, digits, guesses):
     top.set(ylabel="loss of each batch", ylim=(1e-4, 5), title="Training")
     top.legend(frameon=False)
     bottom.plot(epochs, accuracies, "o-", color="#2a8a4a", markersize=4)
-    bottom.set(ylabel="test digits right", xlabel="epoch", ylim=(0.8, 1.005), title=f"Test: {accuracies[-1]:.1%} right")
+    bottom.set(
+        ylabel="correct test digits", xlabel="epoch", ylim=(0.8, 1.005), title=f"Test: {accuracies[-1]:.1%} correct"
+    )
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.yaxis.set_major_formatter("{x:.0%}")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    gallery.suptitle(f"Test digits and what the network reads: {len(wrong)} of {len(digits)} are wrong")
+    gallery.suptitle(f"Test digits and the network's guesses: {len(wrong)} of {len(digits)} are wrong")
     for axes, i in zip(gallery.subplots(6, 10).flat, shown):
         mistake = guesses[i] != digits[i]
         title, color, frame = (f"{guesses[i]}, not {digits[i]}", "#c0392b", 2) if mistake else (guesses[i], "0.4", 0.5)
@@ -145,8 +147,10 @@ def main():
     layers = new_layers(random)
     velocities = [[xp.zeros_like(array) for array in layer] for layer in layers]
     count = sum(array.size for layer in layers for array in layer)
-    print(f"A DenseNet of {len(layers)} layers ({count:,} parameters) learns {len(train_x):,} digits of 8 x 8 pixels.")
-    print(f"{len(test_x)} other digits test it.")
+    print(
+        f"A DenseNet of {len(layers)} layers ({count:,} parameters) is trained on {len(train_x):,} digits of 8 x 8 pixels."
+    )
+    print(f"{len(test_x)} other digits are the test.")
 
     losses, accuracies = [], []
     steps, start = -(-len(train_x) // BATCH), time.perf_counter()
@@ -171,7 +175,7 @@ def main():
         accuracies.append(float((guesses == test_y.argmax(axis=1)).mean()))
         loss = float(sum(losses[-steps:])) / steps
         print(
-            f"epoch {epoch + 1:2} of {options.epochs}: loss {loss:.4f}, {accuracies[-1]:.1%} of the test digits right"
+            f"epoch {epoch + 1:2} of {options.epochs}: loss {loss:.4f}, {accuracies[-1]:.1%} of the test digits correct"
         )
     losses = [float(loss) for loss in losses]
     picture(losses, accuracies, *map(host, (test_x, test_y.argmax(axis=1), guesses))).savefig(options.output, dpi=110)

@@ -165,7 +165,7 @@ def test_units_are_refused(name):
     arguments = {"x": np.ones((1, 1, 3)), "weight": np.ones((1, 1, 3)), "bias": np.ones(1), "out": np.ones((1, 1, 1))}
     arguments[name] = arguments[name].view(InMetres)
     assert_refused(
-        numpy_arrays(), TypeError, [rf"\b{name} is in units, .*InMetres of m", "value"], cupyconv.conv, **arguments
+        numpy_arrays(), TypeError, [rf"\b{name} has units, .*InMetres of m", "value"], cupyconv.conv, **arguments
     )
 
 

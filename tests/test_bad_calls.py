@@ -17,26 +17,26 @@ import cupyconv
     "given", [cupyconv.vjp, cupyconv.vjp(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 3)))[1]]
 )
 def test_explain_of_a_gradient_says_what_to_explain(given):
-    words = [r"explain\(conv, x, weight\) is the forward", r"explain\(conv_grad_weight, ...\)"]
+    words = [r"explain\(conv, x, weight\) plans the forward", r"explain\(conv_grad_weight, ...\)"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.explain, given, cupyconv.conv, np.ones((1, 1, 3)))
 
 
 @pytest.mark.parametrize(
     "function, keyword, ours",
     [
-        ("conv", "strides", "stride"), ("conv", "pads", "padding"), ("conv", "pad", "padding"), ("conv", "group", "groups"),
-        ("conv", "dilations", "dilation"), ("conv", "W", "weight"), ("conv", "b", "bias"), ("conv", "boundary", "padding_mode"),
-        ("conv", "mode", r"padding \('valid', 'same', 'full'\) or padding_mode \('constant', .*'edge'\)"), ("conv_transpose", "mode", "padding"),
-        ("conv", "cval", "nothing: .* pads with zeros"), ("conv", "origin", r"padding, a pair \(before, after\) .*"),
-        ("conv", "axes", "nothing: the axes after the channels .*"), ("conv", "kernel_size", "nothing: the weight's shape tells it"),
-        ("conv_transpose", "padding_mode", "nothing: .* for conv and its gradients alone"),
-        ("conv", "auto_pad", r"padding=onnx_padding\(pads, auto_pad\)"), ("conv", "data_format", "a transposed view of an array .*"),
-        ("conv", "stirde", "stride"), ("linmerge", "x", "xs"), ("conv_transpose", "output_size", "output_shape"),
-        ("conv_chain", "output", "out"), ("max_pool", "kernel_size", "kernel_shape"), ("max_pool", "strides", "stride"),
-        ("avg_pool", "pool_size", "kernel_shape"), ("im2col", "ksize", "kernel_shape"), ("col2im", "output_size", "spatial_shape"),
-        ("conv_grad_input", "input_size", "input_shape"), ("conv_grad_weight", "pads", "padding"), ("rnn", "nonlinearity", "activation"),
-        ("lstm", "sequence_lens", "lengths"), ("gru", "batch_first", r"a view, array.swapaxes\(0, 1\)"), ("lstm", "activation", "activations"),
-        ("rnn_step", "hx", "h"), ("lstm_step", "cx", "c"), ("gru_step", "R", "weight_hh"),
+        ("conv", "strides", "use stride"), ("conv", "pads", "use padding"), ("conv", "pad", "use padding"), ("conv", "group", "use groups"),
+        ("conv", "dilations", "use dilation"), ("conv", "W", "use weight"), ("conv", "b", "use bias"), ("conv", "boundary", "use padding_mode"),
+        ("conv", "mode", r"use padding \('valid', 'same', 'full'\) or padding_mode \('constant', .*'edge'\)"), ("conv_transpose", "mode", "use padding"),
+        ("conv", "cval", "omit it, .* pads with zeros"), ("conv", "origin", r"use padding, with a pair \(before, after\) .*"),
+        ("conv", "axes", "omit it, the spatial axes come after the channels, .*"), ("conv", "kernel_size", "omit it, the weight's shape determines it"),
+        ("conv_transpose", "padding_mode", "omit it, only conv and its gradients support other padding modes"),
+        ("conv", "auto_pad", r"use padding=onnx_padding\(pads, auto_pad\)"), ("conv", "data_format", "use a transposed view of a channels-last array, .*"),
+        ("conv", "stirde", "use stride"), ("linmerge", "x", "use xs"), ("conv_transpose", "output_size", "use output_shape"),
+        ("conv_chain", "output", "use out"), ("max_pool", "kernel_size", "use kernel_shape"), ("max_pool", "strides", "use stride"),
+        ("avg_pool", "pool_size", "use kernel_shape"), ("im2col", "ksize", "use kernel_shape"), ("col2im", "output_size", "use spatial_shape"),
+        ("conv_grad_input", "input_size", "use input_shape"), ("conv_grad_weight", "pads", "use padding"), ("rnn", "nonlinearity", "use activation"),
+        ("lstm", "sequence_lens", "use lengths"), ("gru", "batch_first", r"use a view, array.swapaxes\(0, 1\)"), ("lstm", "activation", "use activations"),
+        ("rnn_step", "hx", "use h"), ("lstm_step", "cx", "use c"), ("gru_step", "R", "use weight_hh"),
     ],
 )  # fmt: skip
 def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, ours):
@@ -44,10 +44,10 @@ def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, o
     called = getattr(cupyconv, function)
     some = [np.ones((1, 1, 3))] * 6
     needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
-    words = rf"{function}\(\) got an unexpected keyword argument '{keyword}': here it is {ours}$"
+    words = rf"{function}\(\) got an unexpected keyword argument '{keyword}': {ours}$"
     with pytest.raises(TypeError, match=words):
         called(*some[: len(needed)], **{keyword: 1})
-    with pytest.raises(TypeError, match=rf"^{function}: .*'{keyword}': here it is {ours}$"):
+    with pytest.raises(TypeError, match=rf"^{function}: .*'{keyword}': {ours}$"):
         cupyconv.explain(called, *some[: len(needed)], **{keyword: 1})
 
 
@@ -91,7 +91,7 @@ def test_more_arguments_than_have_places_are_told_to_have_names(name):
     given = [np.ones((1, 1, 3))] * (len(places) + 2)
     words = re.escape(
         f"{name}() takes {len(places)} positional arguments ({', '.join(places)}), given {len(given)}:"
-        f" write the others by name, {others}"
+        f" pass the others by name, {others}"
     )
     for call in (function, partial(cupyconv.explain, function)):
         with pytest.raises(TypeError, match=rf"^{words}$"):
@@ -112,7 +112,7 @@ def test_more_arguments_than_have_places_in_a_layer_and_a_gradient():
         cupyconv.options(1 << 20)
     with pytest.raises(TypeError, match=r"^pullback\(\) missing 1 required positional argument: 'grad'$"):
         cupyconv.vjp(cupyconv.conv, ones, ones)[1]()
-    with pytest.raises(TypeError, match=r"here it is stride$"):  # a keyword with another name here is answered first
+    with pytest.raises(TypeError, match=r"use stride$"):  # a keyword with another name here is answered first
         cupyconv.conv(ones, ones, None, 1, strides=1)
 
 
@@ -122,7 +122,7 @@ def test_the_other_name_is_answered_before_what_is_missing():
         partial(cupyconv.explain, cupyconv.max_pool),
         partial(cupyconv.vjp, cupyconv.max_pool),
     ):
-        with pytest.raises(TypeError, match=r"'kernel_size': here it is kernel_shape$"):
+        with pytest.raises(TypeError, match=r"'kernel_size': use kernel_shape$"):
             call(np.ones((1, 1, 4)), kernel_size=2)
     with pytest.raises(TypeError, match=r"^conv\(\) missing 2 required positional arguments: 'x' and 'weight'$"):
         cupyconv.conv()
@@ -134,16 +134,16 @@ def test_the_other_name_is_answered_before_what_is_missing():
 
 
 def test_a_keyword_that_nobody_has_is_answered_with_all_of_ours():
-    with pytest.raises(TypeError, match=r"'zzz': its arguments are x, kernel_shape, stride, padding, dilation, out$"):
+    with pytest.raises(TypeError, match=r"'zzz': the arguments are x, kernel_shape, stride, padding, dilation, out$"):
         cupyconv.im2col(np.ones((1, 1, 3)), 2, zzz=1)
-    with pytest.raises(TypeError, match=r"ConvLayer\(\) got .*'strides': here it is stride$"):
+    with pytest.raises(TypeError, match=r"ConvLayer\(\) got .*'strides': use stride$"):
         cupyconv.ConvLayer(np.ones((1, 1, 3)), strides=2)
 
 
 def test_an_executable_that_is_known_does_not_let_a_wrong_keyword_pass():
     x = np.ones((1, 1, 3))
     cupyconv.conv(x, x)
-    with pytest.raises(TypeError, match="here it is groups"):
+    with pytest.raises(TypeError, match="use groups"):
         cupyconv.conv(x, x, group=1)
 
 
@@ -178,7 +178,8 @@ def test_explain_takes_the_arguments_of_the_function(words, arguments):
 )
 def test_explain_what_has_no_plan(function, given):
     with pytest.raises(
-        TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, .*given .*{given}"
+        TypeError,
+        match=rf"the first argument of explain must be one of conv, linmerge, .*im2col, col2im, max_pool, .*given .*{given}",
     ):
         cupyconv.explain(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 
@@ -197,7 +198,7 @@ def test_explain_what_has_no_plan(function, given):
 )
 def test_vjp_of_what_has_no_pullback(function, given):
     known = "conv, linmerge, conv_transpose, max_pool, avg_pool, rnn, lstm, gru"
-    with pytest.raises(TypeError, match=f"vjp takes one of {known}, and then its arguments, given {given}"):
+    with pytest.raises(TypeError, match=f"the first argument of vjp must be one of {known}, given {given}"):
         cupyconv.vjp(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 
 
@@ -236,9 +237,9 @@ def test_explain_on_a_gpu_beside_arrays_of_another(cuda_target):
         (ValueError, ["threads", "at least 1", "0"], dict(threads=0)),
         (ValueError, ["threads", "at least 1", "-2"], dict(threads=-2)),
         (TypeError, ["threads", "integer", "1.5"], dict(threads=1.5)),
-        (TypeError, [r"options\(\) got an unexpected keyword", "'thread': here it is threads$"], dict(thread=1)),
-        (TypeError, ["'workspace': here it is workspace_limit$"], dict(workspace=1 << 20)),
-        (TypeError, ["'zzz': its arguments are workspace_limit, allow_tf32, .*threads$"], dict(zzz=1)),
+        (TypeError, [r"options\(\) got an unexpected keyword", "'thread': use threads$"], dict(thread=1)),
+        (TypeError, ["'workspace': use workspace_limit$"], dict(workspace=1 << 20)),
+        (TypeError, ["'zzz': the arguments are workspace_limit, allow_tf32, .*threads$"], dict(zzz=1)),
     ],
     ids=str,
 )

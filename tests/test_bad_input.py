@@ -92,11 +92,11 @@ PADDING = table(
     ("flat ONNX list, three axes", ["6 entries", "3 spatial axes", "onnx_padding"],
      THREE_AXES | dict(padding=(0, 1, 0, 1, 0, 1))),
     ("lone pair, one axis", ["padding", "2 entries", r"write \(\(1, 2\),\)"], ONE_AXIS | dict(padding=(1, 2))),
-    ("lone pair, three axes", ["padding", "2 entries", "lone pair", r"\(\(1, 2\),\) \* 3"],
+    ("lone pair, three axes", ["padding", "2 entries", "single pair", r"\(\(1, 2\),\) \* 3"],
      THREE_AXES | dict(padding=(1, 2))),
     ("unknown name", ["padding", "'SAME'", "same_lower"], dict(padding="SAME")),
     ("causal over two axes", ["padding", "causal", "one spatial axis", "2"], dict(padding="causal")),
-    ("unknown mode", ["padding_mode", "'zeros' of another library is 'constant'", "reflect"], dict(padding=1, padding_mode="zeros")),
+    ("unknown mode", ["padding_mode", "other libraries call 'zeros' is 'constant'", "reflect"], dict(padding=1, padding_mode="zeros")),
     ("unknown mode that would not be used", ["padding_mode", "'zeros'"], dict(padding_mode="zeros")),
     ("no mode", ["padding_mode", "None"], dict(padding_mode=None)),
     ("unhashable mode", ["padding_mode", "reflect"], dict(padding_mode=["reflect"])),
@@ -196,7 +196,7 @@ def test_methods(target, error, words, method):
 
 
 def test_implicit_gemm_is_not_for_numpy():
-    words = ["method 'implicit_gemm' does not apply: it is CUDA's", "BLAS reads matrices", "'gemm'"]
+    words = ["method 'implicit_gemm' does not apply: not supported on NumPy", "BLAS reads matrices", "'gemm'"]
     arguments = conv_arguments(numpy_target(), dict(method="implicit_gemm"))
     assert_refused(numpy_target(), ValueError, words, cupyconv.conv, **arguments)
 
@@ -472,8 +472,8 @@ ODD = table(
     ("eps too large", ValueError, ["eps", "float"], "fold_batchnorm", FOLD | dict(eps=TOO_LARGE)),
     ("transposed is a number", TypeError, ["transposed", "True or False", "1"], "fold_batchnorm", FOLD | dict(transposed=1)),
     # True would count as 1, but was meant for another argument, or for one of another library
-    ("groups is True", TypeError, ["groups must be made of integers, given True"], "conv", CONV_ALONE | dict(groups=True)),
-    ("stride is True", TypeError, ["stride must be made of integers, given True"], "conv", CONV_ALONE | dict(stride=True)),
+    ("groups is True", TypeError, ["groups accepts only integers, given True"], "conv", CONV_ALONE | dict(groups=True)),
+    ("stride is True", TypeError, ["stride accepts only integers, given True"], "conv", CONV_ALONE | dict(stride=True)),
     ("padding has True", TypeError, ["padding .*integers, given True"], "conv", CONV_ALONE | dict(padding=((0, True), 1))),
     ("kernel_shape is True", TypeError, ["kernel_shape .*given True"], "max_pool", dict(x=Ones((2, 5, 8, 9)), kernel_shape=True)),
     ("parameter is True", TypeError, ["leaky_relu", "real number, given True"], "conv",
@@ -497,7 +497,7 @@ def test_odd_arguments(error, words, function, arguments):
 @pytest.mark.parametrize("needs", [3, np.array(1), object()], ids=lambda value: type(value).__name__)
 def test_needs_that_are_no_names(needs):
     y, pullback = cupyconv.vjp(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 2)))
-    assert_refused(numpy_arrays(), TypeError, ["needs must be names"], pullback, y, needs=needs)
+    assert_refused(numpy_arrays(), TypeError, ["needs must be a sequence of gradient names"], pullback, y, needs=needs)
     assert_refused(numpy_arrays(), ValueError, ["needs", "residual"], pullback, y, needs=[np.ones(2)])
 
 
@@ -530,7 +530,7 @@ def test_lengths_in_a_subclass_of_arrays_are_looked_at(lengths, given):
 
 def test_a_padding_mode_without_padding_is_refused(target):
     x, weight = placed(Ones((1, 1, 5)), target), placed(Ones((1, 1, 2)), target)
-    words = ["padding_mode 'edge'", "padding 0", "'same'", "'valid'"]
+    words = ["padding_mode 'edge'", "padding=0", "'same'", "'valid'"]
     assert_refused(target, ValueError, words, cupyconv.conv, x, weight, padding_mode="edge")
     for padding in ("valid", (0,), ((0, 0),)):
         assert cupyconv.conv(x, weight, padding=padding, padding_mode="edge").shape == (1, 1, 4)
@@ -539,7 +539,7 @@ def test_a_padding_mode_without_padding_is_refused(target):
 
 @pytest.mark.parametrize("name", ["same", "full"])
 def test_a_padding_given_as_a_padding_mode(name):
-    words = [f"unknown padding_mode '{name}'", f"is a padding: padding='{name}'$"]
+    words = [f"unknown padding_mode '{name}'", f"is a padding: pass padding='{name}'$"]
     assert_refused(
         numpy_arrays(), ValueError, words, cupyconv.conv, np.ones((1, 1, 5)), np.ones((1, 1, 3)), padding_mode=name
     )
@@ -547,7 +547,7 @@ def test_a_padding_given_as_a_padding_mode(name):
 
 def test_a_name_in_an_arrays_place():
     """A name in an array's place is refused, as in ``scipy.signal.fftconvolve(image, kernel, "same")``."""
-    words = ["bias must be an array, not the str 'same': settings are given by name, as padding='same'"]
+    words = ["bias must be an array, not the str 'same': pass settings by name, for example padding='same'"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, np.ones((1, 1, 5)), np.ones((1, 1, 3)), "same")
 
 
@@ -556,14 +556,19 @@ def test_a_name_in_an_arrays_place():
 def test_an_image_without_channels(function, rank):
     x, weight = np.ones((9,) * rank), np.ones((1, 1, *(3,) * rank))
     assert_refused(
-        numpy_arrays(), ValueError, [r"spatial; an image without channels is x\[None\]$"], function, x, weight
+        numpy_arrays(),
+        ValueError,
+        [r"spatial ax[ei]s; for an image without channels, pass x\[None\]$"],
+        function,
+        x,
+        weight,
     )
     assert function(x[None], weight).ndim == rank + 1
 
 
 @pytest.mark.parametrize("shape", [(9,), (9, 9)], ids=str)
 def test_an_image_without_samples_and_channels_to_pool(shape):
-    words = [r"; where there is one sample of one channel, x\[None, None\]$"]
+    words = [r"; for one sample of one channel, pass x\[None, None\]$"]
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.max_pool, np.ones(shape), 3)
     assert cupyconv.max_pool(np.ones(shape)[None, None], 3).shape == (1, 1, *(3,) * len(shape))
 
@@ -584,12 +589,12 @@ def test_a_kernel_of_three_axes_alone(shape, kernel, hinted):
     x, weight = np.ones(shape), np.ones(kernel)
     with pytest.raises(ValueError) as caught:
         cupyconv.conv(x, weight)
-    assert ("a kernel of three, without channels, is weight[None, None]" in str(caught.value)) == hinted
+    assert ("for a kernel of three spatial axes, pass weight[None, None]" in str(caught.value)) == hinted
 
 
 @pytest.mark.parametrize("shape", [(3, 9, 9), (2, 3, 9, 9), (2, 3, 3, 9), (1, 3, 9)], ids=str)
 def test_a_kernel_for_each_channel_without_its_axis(shape):
-    words = [r"weight\[:, None\], of shape \(3, 1, 5, 5\)"] * (len(shape) > 3 or shape[0] == 3)
+    words = [r"pass weight\[:, None\] of shape \(3, 1, 5, 5\)"] * (len(shape) > 3 or shape[0] == 3)
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, np.ones(shape), np.ones((3, 5, 5)), groups=3)
 
 
@@ -604,12 +609,16 @@ def test_a_weight_with_all_its_axes_is_not_taken_for_kernels(shape, kernel, grou
 
 @pytest.mark.parametrize("shape", [(3, 9, 9, 9), (2, 3, 9, 9, 9)], ids=str)
 def test_a_volume_for_each_channel_without_its_axis(shape):
-    words = [r"a kernel for each of 3 channels is weight\[:, None\], of shape \(3, 1, 5, 5, 5\)"]
+    words = [r"for a kernel for each of 3 channels, pass weight\[:, None\] of shape \(3, 1, 5, 5, 5\)"]
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, np.ones(shape), np.ones((3, 5, 5, 5)), groups=3)
 
 
 @pytest.mark.parametrize(
-    "shape, hint", [((1, 64, 64), r"axis N of samples is missing: array\[None\]"), ((64, 64), r"array\[None, None\]")]
+    "shape, hint",
+    [
+        ((1, 64, 64), r"axis N of samples is missing: for one sample, pass array\[None\]"),
+        ((64, 64), r"array\[None, None\]"),
+    ],
 )
 def test_linmerge_names_the_missing_axis(shape, hint):
     words = ["takes 3 channels", hint]
@@ -617,7 +626,10 @@ def test_linmerge_names_the_missing_axis(shape, hint):
 
 
 def test_linmerge_names_the_missing_samples_of_inputs_that_do_not_agree():
-    words = ["must agree in all but the channel axis", r"axis N of samples is missing: array\[None\]"]
+    words = [
+        "must agree in all but the channel axis",
+        r"axis N of samples is missing: for one sample, pass array\[None\]",
+    ]
     fields = [np.ones((3, 100)), np.ones((2, 100))]
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, fields, np.ones((4, 5)))
 
@@ -638,7 +650,7 @@ def test_linmerge_misses_no_samples_where_the_rest_of_the_shapes_says_that_they_
 def test_an_array_is_no_tuple_of_numbers_nor_a_shape():
     """An array in place of numbers or of a shape is refused in a few words, without its elements."""
     x, kernel = np.ones((1, 1, 8, 8)), np.ones((1, 1, 3, 3))
-    words = [r"^stride must be made of integers, given an array of shape \(2,\): give a tuple$"]
+    words = [r"^stride accepts only integers, given an array of shape \(2,\): pass a tuple$"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, x, kernel, stride=np.array([1, 2]))
-    words = ["a shape or a sequence of shapes, given an array: its shape is needed$"]
+    words = ["a shape or a sequence of shapes, given an array: pass its shape$"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv_grad_input, np.ones((1, 1, 6, 6)), kernel, x)

@@ -301,9 +301,9 @@ def test_bad_arguments_are_told(capsys):
     assert main(["bench", "--gpu", "--threads", "2"]) == 2
     capsys.readouterr()
     assert main(["bench", "--peers", "numpy,abacus"]) == 2
-    assert "no peer is called abacus; there are numpy, torch" in capsys.readouterr().err
+    assert "unknown peers: abacus; known are numpy, torch" in capsys.readouterr().err
     assert main(["bench", "--groups", "magic"]) == 2
-    assert "no group is called magic; there are" in capsys.readouterr().err
+    assert "unknown groups: magic; known are" in capsys.readouterr().err
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):

@@ -125,7 +125,7 @@ def test_the_command_measures_recurrent_layers(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     (row,) = record.read_record(file)["cases"]
     assert row["ways"].keys() == {"cupyconv", "numpy"} and row["rejected"].keys() == {"persistent"}
-    for word in ("gru float32: floor", "cupyconv: step", "recurrent: cupyconv's time over each peer's"):
+    for word in ("gru float32: floor", "cupyconv: step", "recurrent: cupyconv's time divided by each peer's"):
         assert word in printed
 
 

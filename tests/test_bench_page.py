@@ -139,7 +139,7 @@ def test_its_numbers_are_the_records(written):
     assert shown == {
         "cupyconv, ms": 2.5, "numpy, ms": 12.5, "torch, ms": 2.0, "floor, ms": 1.25, "cupyconv, MiB": 3, "numpy, MiB": 10,
     }  # fmt: skip
-    assert (line["method"], line["rate"], line["its rate"], line["of floor"]) == (
+    assert (line["method"], line["rate"], line["floor rate"], line["of floor"]) == (
         "gemm", "200.0 GFLOP/s", "400.0 GFLOP/s", "50%",
     )  # fmt: skip
     (ratios,) = [row for table in read.tables if "cupyconv, ms" in table[0] for row in table if row[0] == "3x3, 3 -> 4"]
@@ -149,7 +149,7 @@ def test_its_numbers_are_the_records(written):
     assert read.line('merge <b> & "all"', "cupyconv, ms")["numpy, ms"] == "20.0?"  # unsteady
     assert read.line("nobody beside", "cupyconv, ms")["cupyconv, ms"] == "0.0070"
     assert read.line("ours failed", "cupyconv, ms")["method"] == "failed"
-    assert "Faster than every peer on 0, slower than the fastest one on 2." in "".join(read.text)
+    assert "Faster than every peer on 0, slower than the fastest peer on 2." in "".join(read.text)
 
 
 def test_every_case_of_a_real_record_has_its_times():
@@ -207,7 +207,7 @@ def test_memory_is_shown_as_recorded_or_said_to_be_missing(written):
     assert read.line("columns of all samples at once, MiB", "N 4")["N 4"] == "4.00"
     older = copy.deepcopy(written)
     del older["memory"]
-    assert "This record has none." in "".join(Reader(page(older)).text)
+    assert "This record has no memory measurements." in "".join(Reader(page(older)).text)
 
 
 def test_a_record_of_nothing_is_a_page(written):
@@ -259,7 +259,7 @@ def test_the_command_writes_the_page_and_draws_it_again(tmp_path, capsys, monkey
     first, again = tmp_path / "made" / "first", tmp_path / "again"
     arguments = ["--peers", "numpy", "--threads", "1", "--seconds", "600", "--only", "merge"]
     assert main(["bench", "--report", str(first), *arguments]) == 0
-    assert f"the page: {first / 'index.html'}" in capsys.readouterr().out
+    assert f"web page: {first / 'index.html'}" in capsys.readouterr().out
     record = read_record(first / "results.json")
     assert [row["case"]["name"] for row in record["memory"]] == ["merge", "3x3 merged"]
     assert all(row["batches"] == [1, 2] for row in record["memory"])
@@ -277,7 +277,11 @@ def test_a_record_of_an_older_version_is_gone_on_with():
 
 def test_what_cannot_be_drawn_is_told(tmp_path, capsys):
     file = tmp_path / "other.json"
-    for text, why in (("{", "Expecting"), ("[]", "has other things"), (json.dumps({"cases": []}), "has other things")):
+    for text, why in (
+        ("{", "Expecting"),
+        ("[]", "is not a results file"),
+        (json.dumps({"cases": []}), "is not a results file"),
+    ):
         file.write_text(text)
         assert main(["bench", "--report", str(tmp_path), "--from", str(file)]) == 2
         assert why in capsys.readouterr().err

@@ -372,8 +372,8 @@ def test_rows_of_a_small_result_are_along_its_longest_axis(size, axis):
     ("size", "kernel", "limit", "words"),
     [
         ((1, 64, 1, 1), 1, 100, "a tile of 1 sample x 1 row needs"),
-        ((1, 2, 90, 4), 41, 1 << 24, "windows at the ends of an image reach over more than 32 tiles"),
-        ((1, 2, 90, 4), 17, 1 << 24, "more than 12 kinds of parts for each layer"),
+        ((1, 2, 90, 4), 41, 1 << 24, "windows at the borders of an image extend over more than 32 tiles"),
+        ((1, 2, 90, 4), 17, 1 << 24, "more than 12 kinds of parts per layer"),
     ],
 )
 def test_why_there_are_no_tiles(tile_bytes, size, kernel, limit, words):

@@ -233,19 +233,19 @@ def test_idle_multiprocessors_are_priced():
 
 
 def test_predictions_have_two_digits():
-    assert cost.by_model(123.4e-6) == "120 µs by an unmeasured model"
-    assert cost.by_model(9.96e-6) == "10 µs by an unmeasured model"
-    assert cost.by_model(3.14159e-6) == "3.1 µs by an unmeasured model"
-    assert cost.by_model(45_678e-6) == "46,000 µs by an unmeasured model"
+    assert cost.by_model(123.4e-6) == "estimated 120 µs (model not yet measured on a GPU)"
+    assert cost.by_model(9.96e-6) == "estimated 10 µs (model not yet measured on a GPU)"
+    assert cost.by_model(3.14159e-6) == "estimated 3.1 µs (model not yet measured on a GPU)"
+    assert cost.by_model(45_678e-6) == "estimated 46,000 µs (model not yet measured on a GPU)"
 
 
 def test_the_hosts_time_stands_beside_the_gpus():
     """Plans state the host overhead: for one kernel, and for columns, a product and an epilogue."""
     x, weight, bias = array(2, 8, 16, 16), array(8, 8, 3, 3), array(8)
     one = cupyconv.explain(cupyconv.conv, x, weight, method="direct", on="sm_90")
-    assert one.price.endswith("; the host takes 11 µs and the driver's time")
+    assert one.price.endswith("; host overhead 11 µs plus driver")
     three = cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", on="sm_90")
-    assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")
+    assert len(three.steps) == 3 and three.price.endswith("; host overhead 19 µs plus driver")
 
 
 def test_a_draft_takes_all_of_its_steps_and_the_least_that_may_be_doubted_is_taken():

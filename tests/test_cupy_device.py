@@ -148,7 +148,9 @@ def test_blocks_that_wait_for_each_other_are_launched_together_or_not_at_all(dev
     """Cooperative blocks must all be resident: 4 multiprocessors hold 12 of them."""
     device.load(launch_of(grid=(12, 1, 1), cooperative=True))((5, "kept alive"))
     assert driver.asked == [("cooperative", 1000, 12, 1, 1, 100, 1, 1, 512, 70, 5)]
-    with pytest.raises(TooManyBlocks, match=r"merge<float32>: 13 blocks have to run at once, there is room for 12"):
+    with pytest.raises(
+        TooManyBlocks, match=r"merge<float32>: 13 blocks must run at the same time, the GPU has room for 12"
+    ):
         device.load(launch_of(grid=(13, 1, 1), cooperative=True))
     assert device.model.room == 12 and len(driver.asked) == 1
     device.load(launch_of(grid=(13, 1, 1)))
@@ -185,7 +187,7 @@ def test_ranges_without_nvtx_are_a_warning(monkeypatch):
     monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=False))
     assert not cupy_device._shows_ranges()
     monkeypatch.setenv("CUPYCONV_NVTX", "1")
-    with pytest.warns(RuntimeWarning, match="CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX"):
+    with pytest.warns(RuntimeWarning, match="CUPYCONV_NVTX=1 has no effect: this CuPy was built without NVTX"):
         assert not cupy_device._shows_ranges()
     monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=True))
     assert cupy_device._shows_ranges()

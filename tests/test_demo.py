@@ -166,7 +166,7 @@ def test_a_package_in_an_archive_says_that_it_has_no_kernels(tmp_path):
     command = [sys.executable, "-c", "import cupyconv; cupyconv.show_config()"]
     environment = {**os.environ, "PYTHONPATH": archive}
     page = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert "kernels        none: the CUDA sources of cupyconv are neither in" in page
+    assert "kernels        not found: the CUDA sources of cupyconv are neither in" in page
 
 
 def test_two_cupy_packages_are_a_warning(monkeypatch):
@@ -195,7 +195,7 @@ def test_a_cupy_that_does_not_import_is_reported(monkeypatch):
     monkeypatch.setattr(configuration, "import_module", broken)
     cupy, state = configuration.cupy_with_gpu()
     assert cupy is None
-    assert state == "CuPy does not reach a GPU: ImportError: libcublas.so.13: cannot open shared object file"
+    assert state == "CuPy cannot use a GPU: ImportError: libcublas.so.13: cannot open shared object file"
 
 
 def test_gabor_filters_see_no_even_brightness():

@@ -207,7 +207,7 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
             _hold_launch(step, gpu, most)
     chunks_of(plan)
     says_what_it_does(plan)
-    microseconds = float(plan.price.partition(" ")[0].replace(",", "")) if plan.price else None
+    microseconds = float(plan.price.split(" ")[1].replace(",", "")) if plan.price else None
     if microseconds is not None and steps:
         at_least = max(plan.minimal_bytes / gpu.bandwidth, gpu.launch_seconds * len(plan.steps))
         assert 0.9 * at_least < microseconds * 1e-6 < 1 + 1e4 * at_least
@@ -225,9 +225,9 @@ def says_what_it_does(plan: Plan) -> None:
     steps, reason = each_step(plan.steps), plan.reason
     kernels = [step.kernel.name for step in steps if isinstance(step, KernelLaunch)]
     if plan.method == "fft" and "shares" not in reason:
-        assert ("a matrix product for each frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
+        assert ("one matrix product per frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
     if plan.method == "implicit_gemm":
-        assert ("moved first" in reason) == ("channels_last" in kernels)
+        assert ("inputs first copied to channels-last" in reason) == ("channels_last" in kernels)
         products = [step for step in steps if isinstance(step, KernelLaunch) and step.kernel.name == plan.method]
         assert len(products) != 1 or (f"each sum in {products[0].grid[1]} parts" in reason) == (products[0].grid[1] > 1)
         assert all(("activation" in step.purpose) == (step.grid[1] == 1) for step in products)
@@ -236,7 +236,7 @@ def says_what_it_does(plan: Plan) -> None:
         assert (plan.method == "fused") == ("conv_pair" in kernels) == ("in one kernel" in reason)
         unstored = sum("is never stored" in note for note in plan.notes)
         assert (unstored > 0) == ("conv_pair" in kernels) and unstored <= kernels.count("conv_pair")
-    if any("no graph captures" in note for note in plan.notes):
+    if any("CUDA graphs cannot capture" in note for note in plan.notes):
         assert "implicit_gemm" not in kernels
     purposes = {step.purpose for step in steps if isinstance(step, KernelLaunch)}
     if "one batched GEMM over samples on " in reason:
@@ -594,7 +594,7 @@ def test_chains(dtype, on, groups, fuse):
             try:
                 holds(call, limit, on)
             except ValueError as refusal:
-                assert fuse is True and dtype == "float64" and "bytes of shared memory of a block" in str(refusal)
+                assert fuse is True and dtype == "float64" and "bytes of shared memory per block" in str(refusal)
 
 
 @pytest.mark.parametrize(
@@ -764,8 +764,8 @@ def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
 @pytest.mark.parametrize(
     ("dtype", "hidden", "words"),
     [
-        ("float32", 48, None), ("float32", 45, "accesses of 4 bytes"), ("float64", 45, "accesses of 8 bytes"),
-        ("float16", 46, "accesses of 4 bytes"), ("float16", 45, "scalar access"),
+        ("float32", 48, None), ("float32", 45, "4-byte access"), ("float64", 45, "8-byte access"),
+        ("float16", 46, "4-byte access"), ("float16", 45, "scalar access"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["step", "persistent"])
@@ -773,8 +773,8 @@ def test_rows_of_a_weight_that_are_no_whole_vectors_are_noted(method, dtype, hid
     weights = array(4 * hidden, 48, dtype=dtype), array(4 * hidden, hidden, dtype=dtype)
     plan = cupyconv.explain(cupyconv.lstm, array(3, 5, 48, dtype=dtype), *weights, method=method, on="sm_90")
     (width,) = {dict(launch.params)["weight_vector"] for launch in launches(plan, f"recurrent_{method}")}
-    assert words in {16: [None], 0: ["scalar access"]}.get(width, [f"accesses of {width} bytes"]), width
-    notes = [note for note in plan.notes if note.startswith("weight_hh: its rows")]
+    assert words in {16: [None], 0: ["scalar access"]}.get(width, [f"{width}-byte access"]), width
+    notes = [note for note in plan.notes if note.startswith("weight_hh: rows")]
     assert [note.rpartition(": ")[2] for note in notes] == ([words] if words else [])
 
 
@@ -1038,7 +1038,7 @@ def test_an_implicit_gemm_with_a_prologue_gathers_channels_last_inputs_by_elemen
     given = {"prologue": (array(8), None, "relu"), "method": "implicit_gemm"}
     plan = holds(checked_call(cupyconv.conv, x, weight, **given, on="sm_90"))
     moved = any(launch.kernel.name == "channels_last" for launch in plan.steps)
-    assert moved or any("with a prologue: gathered by elements" in note for note in plan.notes)
+    assert moved or any("with a prologue: gathered element by element" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -1093,7 +1093,7 @@ COUNTED_IN_BITS: dict[str, tuple[int, str, Any]] = {
     "K": (1 << 20, "int32", lambda n: (array(1, n, 16, 16), array(1, n, 16, 16), {})),
     "a slab of the weight": (1 << 22, "int32", lambda n: (array(1, 1, 4, 4), array(n, 1, 1, 1), {})),
     "indices of a pixel": (
-        1025, "in 32 bits", lambda n: (array(1, 2, 1025, 1025, n, order="last"), array(4, 2, 1, 1, 1), {})
+        1025, "the kernel's 32 bits", lambda n: (array(1, 2, 1025, 1025, n, order="last"), array(4, 2, 1, 1, 1), {})
     ),
 }  # fmt: skip
 
@@ -1272,9 +1272,9 @@ def test_parts_of_a_sum_are_as_many_as_there_is_room_for():
 @pytest.mark.parametrize(
     ("dtype", "channels", "groups", "words"),
     [
-        ("float32", 6, 1, None), ("float32", 6, 2, "channels of a group are no multiple of 4"), ("float32", 8, 2, None),
-        ("float16", 8, 2, "channels of a group are no multiple of 8"), ("float16", 16, 2, None),
-        ("float64", 8, 1, "a chunk of 16 bytes is hardly more than an element"), ("float32", 300, 1, None),
+        ("float32", 6, 1, None), ("float32", 6, 2, "channels of a group are not a multiple of 4"), ("float32", 8, 2, None),
+        ("float16", 8, 2, "channels of a group are not a multiple of 8"), ("float16", 16, 2, None),
+        ("float64", 8, 1, "a 16-byte chunk has fewer than four elements"), ("float32", 300, 1, None),
         ("float32", 4, 1, None), ("float32", 12, 1, None),
     ],
 )  # fmt: skip
@@ -1299,7 +1299,7 @@ def test_images_are_moved_within_the_limit_alone():
     for limit in (8193, 8192):
         with contextlib.ExitStack() as stack:
             if limit == 8192:  # with nothing left for the weight
-                stack.enter_context(pytest.raises(NotApplicable, match="once more take 8,192 bytes"))
+                stack.enter_context(pytest.raises(NotApplicable, match="copy of the inputs needs 8,192 bytes"))
             channels_last(replace(problem, workspace_limit=limit))
 
 

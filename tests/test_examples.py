@@ -117,7 +117,7 @@ def test_a_volume_is_larger_than_a_workers_memory(tmp_path: Path):
         printed = run("larger_than_memory", tmp_path, "--size", "416", "--memory", "256", "--workers", "1")
     assert "100% Completed" in printed
     (volume,) = map(int, re.findall(r"volume (\d+) MiB", printed))
-    ((peak, limit),) = re.findall(r"most memory of a worker (\d+) MiB, of (\d+)", printed)
+    ((peak, limit),) = re.findall(r"peak memory of a worker (\d+) MiB, limit (\d+)", printed)
     assert int(peak) < int(limit) < volume
 
 
@@ -135,7 +135,7 @@ def test_digits_are_learned(device: tuple[str, ...], tmp_path: Path):
     80 %.
     """
     printed = run("train_digits", tmp_path, *device, "--epochs", "5")
-    shares = [float(share) for share in re.findall(r"([\d.]+)% of the test digits right", printed)]
+    shares = [float(share) for share in re.findall(r"([\d.]+)% of the test digits correct", printed)]
     assert len(shares) == 5
     assert shares[-1] >= 94
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)

@@ -376,7 +376,7 @@ def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):
     for arithmetic, gather in (("FMA", "ALONG_CHANNELS"), ("TF32X3", "ALONG_PIXELS")):
         for plan in check_case(cuda, case, dict(ARITHMETIC=arithmetic, TILE_M="64", TILE_N="64")):
             assert dict(product_of(plan).kernel.macros)["GATHER"] == gather
-            assert any("gathered by elements" in note for note in plan.notes) == (arithmetic != "FMA")
+            assert any("gathered element by element" in note for note in plan.notes) == (arithmetic != "FMA")
 
 
 SPLIT_CASES = {
@@ -747,10 +747,10 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
 def test_a_limit_that_the_packed_weight_exceeds():
     needed = plan_for("sm_90").workspace_bytes
     with pytest.raises(
-        ValueError, match=r"packed weight takes [\d,]+ bytes of workspace, the limit is 1,000"
+        ValueError, match=r"packed weight needs [\d,]+ bytes of workspace, the limit is 1,000"
     ) as refusal:
         plan_for("sm_90", limit=1000)
-    smallest = int(re.search(r"takes ([\d,]+) bytes", str(refusal.value)).group(1).replace(",", ""))
+    smallest = int(re.search(r"needs ([\d,]+) bytes", str(refusal.value)).group(1).replace(",", ""))
     assert plan_for("sm_90", limit=smallest).workspace_bytes == smallest <= needed
     with pytest.raises(ValueError, match="the limit is"):
         plan_for("sm_90", limit=smallest - 1)
@@ -783,7 +783,7 @@ def test_sizes_beyond_int32_are_refused(x_shape, weight_shape, settings):
     x, weight = (np.broadcast_to(np.zeros((), np.float32), shape) for shape in (x_shape, weight_shape))
     with (
         cupyconv.options(workspace_limit=1 << 60),
-        pytest.raises(ValueError, match=r"'implicit_gemm' .*are int32 there"),
+        pytest.raises(ValueError, match=r"'implicit_gemm' .* exceed the kernel's int32 indices"),
     ):
         cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90", **settings)
 

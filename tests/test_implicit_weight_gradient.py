@@ -269,13 +269,13 @@ def gradient_plan(
 @pytest.mark.parametrize(
     "words, changes",
     [
-        ("no multiple of 8", {"groups": 4}),
-        ("no multiple of 8", {"groups": 2, "channels": 24, "outputs": 32}),
-        ("no multiple of 8", {"groups": 2, "channels": 32, "outputs": 24}),
+        ("not a multiple of 8", {"groups": 4}),
+        ("not a multiple of 8", {"groups": 2, "channels": 24, "outputs": 32}),
+        ("not a multiple of 8", {"groups": 2, "channels": 32, "outputs": 24}),
         ("sm_75 has no matrix instructions for bfloat16", {"dtype": as_dtype("bfloat16"), "on": "sm_75"}),
-        ("no such kernel for complex64", {"dtype": "complex64"}),
+        ("no kernel for complex64", {"dtype": "complex64"}),
         ("its sums need", {"limit": 100}),
-        ("the inputs once more take 5,184 bytes of workspace, the limit is 5,000", {"order": "C", "limit": 5000}),
+        ("copy of the inputs needs 5,184 bytes of workspace, the limit is 5,000", {"order": "C", "limit": 5000}),
     ],
 )
 def test_refusals(words, changes):
@@ -357,7 +357,7 @@ def test_more_pixels_than_an_int32_counts_in_bytes_are_refused():
 
 def test_as_many_inputs_as_a_kernels_parameters_hold():
     images = [np.moveaxis(np.zeros((2, 9, 9, 16), np.float16), -1, 1)] * (MAX_SOURCES + 1)
-    for count, words in ((MAX_SOURCES, None), (MAX_SOURCES + 1, f"parameters hold {MAX_SOURCES}")):
+    for count, words in ((MAX_SOURCES, None), (MAX_SOURCES + 1, f"supports at most {MAX_SOURCES}")):
         with pytest.raises(ValueError, match=words) if words else nullcontext():
             xs = images[:count]
             cupyconv.explain(cupyconv.conv_grad_weight, xs[0], xs, 1, method="implicit_gemm", on="sm_90")

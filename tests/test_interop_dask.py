@@ -190,7 +190,7 @@ def test_infinities_and_nan_stay_where_they_are():
 @pytest.mark.gpu
 def test_chunks_may_be_cupys():
     target = gpu_target()
-    with pytest.raises(TypeError, match="weight is an array of cupy, chunks of x are numpy's"):
+    with pytest.raises(TypeError, match="weight is a cupy array, the chunks of x are numpy arrays"):
         interop.conv(X, target.to_device(W))
     x, weight = integers(2, 4, 9, 10, dtype=np.float32), integers(3, 4, 3, 3, dtype=np.float32)
     on_gpu = da.from_array(target.to_device(x), chunks=(1, 2, 4, 10), asarray=False)
@@ -287,7 +287,7 @@ def test_out_is_not_sent_to_another_process(image_and_result):
     x, weight, expected = image_and_result
     out = np.empty_like(expected)
     y = interop.conv(da.from_array(x, chunks=6), weight, padding="same", out=out)
-    with pytest.raises(TypeError, match="out is an array of this process"):
+    with pytest.raises(TypeError, match="out is in the memory of this process"):
         pickle.dumps(y)
 
 
@@ -518,10 +518,10 @@ class Metres(np.ndarray):
     "error, words, becomes",
     [
         (TypeError, "MaskedArray, whose mask would be lost", lambda chunk: np.ma.masked_greater(chunk, 2)),
-        (TypeError, "in units", lambda chunk: chunk.view(Metres)),
-        (ValueError, r"float64 of shape .* where float32", lambda chunk: chunk.astype(np.float64)),
+        (TypeError, "has units", lambda chunk: chunk.view(Metres)),
+        (ValueError, r"float64 of shape .* declares float32", lambda chunk: chunk.astype(np.float64)),
         (ValueError, "complex64 of shape", lambda chunk: chunk.astype(np.complex64)),
-        (ValueError, r"of shape \(1, 2, 1\) where", lambda chunk: chunk[:, :, :1]),
+        (ValueError, r"of shape \(1, 2, 1\), but", lambda chunk: chunk[:, :, :1]),
     ],
     ids=["mask", "units", "precision", "complex", "shape"],
 )

@@ -232,9 +232,9 @@ def parsed(signature, body, version=17):
 
 IMAGE = "(float[2, 4, 6, 6] x) => (float[2, 4, 6, 6] y)"
 NORMALISED = "BatchNormalization(a, b, c, m, s)"
-FOLDED, ACTIVATED = "batch normalisations and the like folded into weights", "activations fused"
+FOLDED, ACTIVATED = "batch normalizations and other affine steps folded into weights", "activations fused"
 ADDED, BEFORE, MERGED, PLACED = (
-    "additions made residual=", "batch normalisations and activations made prologue=", "concatenations that are never built",
+    "additions fused as residual=", "batch normalizations and activations fused as prologue=", "concatenations avoided",
     "concatenations whose parts are written in place",
 )  # fmt: skip
 GRAPHS = {
@@ -446,7 +446,9 @@ def test_half_precision_beside_constants_of_full_precision(body, done):
 
 def test_unknown_operators_are_listed_together():
     body = "i, j = Split <axis = 1>(x) d = Det(x) e = Det(x) y = Relu(i)"
-    with pytest.raises(NotImplementedError, match=r"does not run: Det \(2 x\), Split$"):
+    with pytest.raises(
+        NotImplementedError, match=r"does not support these operators of the model: Det \(2 x\), Split$"
+    ):
         load(parsed("(float[2, 4, 6, 6] x) => (float[2, 2, 6, 6] y)", body))
 
 
@@ -481,9 +483,9 @@ def test_a_page_for_a_model(on):
     model, _ = graph_named("a residual block")
     page = str(load(model).explain(on=on))
     assert "model of 2 steps, 2 of them convolutions on " + ("cuda" if on else "numpy") in page
-    assert "conv 4 -> 4 channels, kernel 3x3 on 2 x 6x6" in page
-    assert "1 additions made residual=" in page
-    assert ("by an unmeasured model" in page.splitlines()[1]) == (on is not None)
+    assert "conv 4 -> 4 channels, kernel 3x3 on 2 samples of 6x6" in page
+    assert "1 additions fused as residual=" in page
+    assert ("(model not yet measured on a GPU)" in page.splitlines()[1]) == (on is not None)
 
 
 def decoded(value):

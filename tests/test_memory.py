@@ -271,7 +271,10 @@ def test_of_several_ways_a_refusal_names_the_one_that_needs_least(method, stride
     """A refusal names the implementation that needs the least memory, or it would contradict its own advice."""
     x, weight = np.ones((8, 64, 56, 56), np.float32), np.ones((64, 64, 3, 3), np.float32)
     settings = {"method": method, "padding": 1, "stride": 1 if method == "winograd" else stride}
-    with cupyconv.options(workspace_limit=10), pytest.raises(ValueError, match=r"block needs .* is enough$") as refused:
+    with (
+        cupyconv.options(workspace_limit=10),
+        pytest.raises(ValueError, match=r"block needs .* is enough for the whole call$") as refused,
+    ):
         cupyconv.explain(cupyconv.conv, x, weight, **settings)
     needed, limit, enough = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(refused.value)))
     assert limit == 10 and needed <= enough < 2 * needed
@@ -288,18 +291,16 @@ def test_a_plan_says_where_it_passes_the_limit():
     plan = planned(20_000)
     needed = sum(buffer.nbytes for buffer in plan.workspace)
     assert needed > weight.nbytes
-    assert plan.notes == (
-        f"{needed:,} bytes of workspace are beyond the limit of 20,000: what the call cannot do without comes on top",
-    )
+    assert plan.notes == (f"{needed:,} bytes of workspace exceed the limit of 20,000: the call cannot run with less",)
     assert not planned(1 << 24).notes
     half = planned(20_000, on="sm_90", second=weight.astype(np.float32))  # converted to the dtype of `x`
     needed = half.workspace_bytes
-    assert f"{needed:,} bytes of workspace are beyond the limit of 20,000" in " ".join(half.notes)
+    assert f"{needed:,} bytes of workspace exceed the limit of 20,000" in " ".join(half.notes)
     layers = [cupyconv.ConvLayer(weight.astype(np.float32)).packed()]
     x = x.astype(np.float32)
     kept = planned(20_000, on="sm_90", function=cupyconv.conv_chain, second=layers)
     assert any(buffer.of for buffer in kept.workspace) and kept.workspace_bytes > 20_000
-    assert not any("beyond the limit" in note for note in kept.notes)
+    assert not any("exceed the limit" in note for note in kept.notes)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 63, 64, 5000])

@@ -106,7 +106,7 @@ def test_what_is_absent_stays_absent():
     "words, changed",
     [
         ("op must be one of RNN, LSTM, GRU, given 'lstm'", {"op": "lstm"}),
-        ("P, peepholes, belongs to an LSTM", {"op": "GRU", "W": np.ones((1, 6, 3)), "R": np.ones((1, 6, 2))}),
+        (r"P \(peepholes\) requires op 'LSTM'", {"op": "GRU", "W": np.ones((1, 6, 3)), "R": np.ones((1, 6, 2))}),
         (r"R has shape \(8, 2\), needed \(D, 4 \* H, H\)", {"R": np.ones((8, 2))}),
         (r"R has shape \(3, 8, 2\)", {"R": np.ones((3, 8, 2))}),
         (r"W has shape \(1, 6, 3\), needed \(1, 8, I\)", {"W": np.ones((1, 6, 3))}),

@@ -175,15 +175,19 @@ def test_pads_beyond_the_size_through_conv(target, mode, size):
 @pytest.mark.parametrize(
     "size, padding, hint",
     [
-        ((9,), (1, 2), "for one axis with unequal sides write ((1, 2),)"),
-        ((9, 9), (1, 2, 3, 4), "a flat ONNX list goes through onnx_padding(pads)"),
-        ((9, 9, 9), (1, 2), "a lone pair is ambiguous: write ((1, 2),) * 3"),
-        ((9, 9, 9), ((1, 2), (1, 2)), "give an int, or one int or one (before, after) pair per spatial axis"),
-        ((9, 9), "SAME_UPPER", "; ONNX's auto_pad goes through onnx_padding"),
-        ((9, 9), "reflect", "unknown padding 'reflect'; the names are "),
-        ((9, 9), "nearest", "; 'nearest' is a padding_mode, given beside padding='same' or numbers"),
-        ((9, 9), "causal", "padding 'causal' is for one spatial axis, given 2"),
-        ((9, 9), ((1, 2, 3), 1), "padding of one axis is an int or a (before, after) pair, given (1, 2, 3)"),
+        ((9,), (1, 2), "for one axis with unequal sides, write ((1, 2),)"),
+        ((9, 9), (1, 2, 3, 4), "for a flat ONNX list, use onnx_padding(pads)"),
+        ((9, 9, 9), (1, 2), "a single pair is ambiguous: write ((1, 2),) * 3"),
+        ((9, 9, 9), ((1, 2), (1, 2)), "pass an int, or one int or (before, after) pair per spatial axis"),
+        ((9, 9), "SAME_UPPER", "; for ONNX's auto_pad, use onnx_padding"),
+        ((9, 9), "reflect", "unknown padding 'reflect'; known are "),
+        (
+            (9, 9),
+            "nearest",
+            "; 'nearest' is a padding mode: pass it as padding_mode, together with padding='same' or numbers",
+        ),
+        ((9, 9), "causal", "padding 'causal' requires one spatial axis, given 2"),
+        ((9, 9), ((1, 2, 3), 1), "padding of one axis must be an int or a (before, after) pair, given (1, 2, 3)"),
     ],
 )
 def test_what_is_refused_is_answered_with_what_was_meant(size, padding, hint):

@@ -223,5 +223,5 @@ def test_a_complex_weight_is_conjugated_once(cuda, name, order):
     plan = cupyconv.explain(cupyconv.conv_grad_input, *arguments, **window, method="implicit_gemm")
     conjugating = [step.purpose for step in plan.steps if "conjugated" in getattr(step, "purpose", "")]
     copies = groups > 1 and channels > 1
-    words = "the weight, outputs and channels exchanged" if copies else "weight into K-slabs"
+    words = "weight with outputs and channels exchanged" if copies else "weight packed into K-slabs"
     assert conjugating == [f"{words}, conjugated"] * (1 if copies else results)

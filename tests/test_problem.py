@@ -281,14 +281,14 @@ def test_a_convolution_in_words():
     shapes, weight = {"x[0]": (2, 1, 10, 9), "x[1]": (2, 3, 10, 9)}, (6, 2, 3, 2)
     window: Any = dict(stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), groups=2, padding_mode="reflect")
     assert str(conv_geometry(shapes, weight, batched=True, **window)) == (
-        "conv 4 (merged from 1+3) -> 6 channels, kernel 3x2 on 2 x 10x9, stride (2, 1), dilation (1, 2),"
+        "conv 4 (merged from 1+3) -> 6 channels, kernel 3x2 on 2 samples of 10x9, stride (2, 1), dilation (1, 2),"
         " padding ((1, 0), (0, 2)) reflect, groups 2"
     )
     plain = conv_geometry({"x": (2, 9)}, (3, 2, 4), batched=False, stride=1, padding=0, dilation=1, groups=1)
-    assert str(plain) == "conv 2 -> 3 channels, kernel 4 on 1 x 9"
-    assert str(pointwise_geometry({"xs": (3, 2)}, (4, 2))) == "conv 2 -> 4 channels, kernel 1 on 3 x 1"
+    assert str(plain) == "conv 2 -> 3 channels, kernel 4 on 1 sample of 9"
+    assert str(pointwise_geometry({"xs": (3, 2)}, (4, 2))) == "conv 2 -> 4 channels, kernel 1 on 3 samples of 1"
     many = pointwise_geometry({"xs": (3, 2, 4, 5, 6, 7)}, (4, 2))
-    assert str(many) == "conv 2 -> 4 channels, kernel 1x1x1 on 3 x 20x6x7"
+    assert str(many) == "conv 2 -> 4 channels, kernel 1x1x1 on 3 samples of 20x6x7"
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -454,7 +454,7 @@ def test_as_many_phases_as_are_allowed():
         return len(phases_of(problem.geometry))
 
     assert phases(8, 8) == MOST_PHASES
-    with pytest.raises(NotApplicable, match=r"stride \(1, 9, 8\) makes 72 phases, 64 are allowed"):
+    with pytest.raises(NotApplicable, match=r"stride \(1, 9, 8\) gives 72 phases, at most 64 are supported"):
         phases(9, 8)
 
 
@@ -463,7 +463,7 @@ def test_phases_are_refused_where_padding_folds_them():
     folded: Any = checked_call(
         cupyconv.conv_grad_input, x, weight, (1, 2, 5, 5), padding=1, padding_mode="reflect"
     ).problem
-    with pytest.raises(NotApplicable, match="folds"):
+    with pytest.raises(NotApplicable, match="adds elements of several phases"):
         phase_problems(folded, folded.weight)
 
 
@@ -651,7 +651,7 @@ def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
 def test_operations_of_a_layers_gradients():
     """A weight has two products: one takes the gradient back through it, one gives its own gradient."""
     back = recurrent_gradient_plan("rnn", "float32", (5, 2, 3, 4))
-    assert back.problem == "gradients of rnn 3 -> 4, forward, on 5 steps x 2"
+    assert back.problem == "gradients of rnn 3 -> 4, forward, on 5 steps x 2 samples"
     assert "grad_x (5, 2, 3), grad_weight_ih (1, 4, 3), grad_weight_hh (1, 4, 4)" in back.result
     assert back.flops == 2 * 2 * 10 * 4 * 7
 
@@ -666,9 +666,9 @@ def test_operations_of_a_layers_gradients():
         ((1, 2, 3, 3, 3, 3), (2, 2, 1, 1, 1, 1), {}, "weight"),
         ((1, 3, 9), (3, 2, 2), {"groups": 2}, "groups 2 does not divide the weight's 3"),
         ((1, 4, 9), (3, 2, 2), {}, "takes 3 input channels"),
-        ((1, 2, 9), (2, 2, 0), {}, "must have elements"),
-        ((1, 2, 0), (2, 2, 3), {}, "must have elements"),
-        ((1, 2, 5, 0), (2, 2, 3, 3), {}, "must have elements"),
+        ((1, 2, 9), (2, 2, 0), {}, "must have at least one element"),
+        ((1, 2, 0), (2, 2, 3), {}, "must have at least one element"),
+        ((1, 2, 5, 0), (2, 2, 3, 3), {}, "must have at least one element"),
         ((1, 2, 9), (2, 2, 3), {"stride": 0}, "stride"),
         ((1, 2, 9), (2, 2, 3), {"dilation": 0}, "dilation"),
     ],
@@ -718,12 +718,12 @@ def test_loops_of_launches_count_each_time():
     [
         ("a", "a"),
         ("ab", "ab"),
-        ("abab", "ab and so on for 1 more chunks, 2 steps"),
-        ("ababab", "ab and so on for 2 more chunks, 4 steps"),
+        ("abab", "ab repeated for 1 more chunk (2 steps)"),
+        ("ababab", "ab repeated for 2 more chunks (4 steps)"),
         ("abac", "abac"),
-        ("xabcabc", "xabc and so on for 1 more chunks, 3 steps"),
+        ("xabcabc", "xabc repeated for 1 more chunk (3 steps)"),
         ("abcabd", "abcabd"),
-        ("ababcdcd", "ab and so on for 1 more chunks, 2 stepscd and so on for 1 more chunks, 2 steps"),
+        ("ababcdcd", "ab repeated for 1 more chunk (2 steps)cd repeated for 1 more chunk (2 steps)"),
     ],
 )
 def test_rounds_are_printed_once(names, lines):

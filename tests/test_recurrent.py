@@ -525,7 +525,7 @@ def test_a_plan_of_numpys():
     assert (plan.method, plan.backend, len(plan.steps)) == ("step", "numpy", 1)
     assert plan.flops == 2 * 50 * 64 * 1024 * (128 + 256)
     page = str(plan)
-    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "1024 x 384 x 64", "not persistent: "):
+    for words in ("lstm 128 -> 256, forward, on 50 steps x 64 samples", "1024 x 384 x 64", "not persistent: "):
         assert words in page
     step = cupyconv.explain(
         cupyconv.lstm_step, x[0], np.ones((64, 256), "f4"), np.ones((64, 256), "f4"), weight_ih, weight_hh
@@ -588,7 +588,7 @@ REFUSALS = table(
     ("one length", TypeError, ["lengths", "int"], dict(lengths=5)),
     ("out of another shape", ValueError, ["out", r"\(5, 2, 8\)", r"\(5, 2, 4\)"], dict(out=Ones((5, 2, 8)))),
     ("out of another dtype", TypeError, ["out", "float64", "float32"], dict(out=Ones((5, 2, 4), "float64"))),
-    ("too few results", ValueError, ["out", "3 of them", "given 2"], dict(out=[Ones((5, 2, 4)), Ones((1, 2, 4))])),
+    ("too few results", ValueError, ["out", "a sequence of 3", "given 2"], dict(out=[Ones((5, 2, 4)), Ones((1, 2, 4))])),
     ("second result of another shape", ValueError, [r"out\[1\]", r"\(2, 4\)", r"\(1, 2, 4\)"],
      dict(out=[Ones((5, 2, 4)), Ones((2, 4)), Ones((1, 2, 4))])),
 )  # fmt: skip

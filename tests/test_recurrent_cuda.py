@@ -245,7 +245,7 @@ def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
     try:
         views = case.views(case.arrays(), cuda_target.to_device)
         plan = cupyconv.explain(cupyconv.lstm, **views, lengths=case.lengths, **case.settings, method="persistent")
-        assert plan.steps[-1].grid == (3, 1, 2) and "5 times per step" in plan.reason
+        assert plan.steps[-1].grid == (3, 1, 2) and "5 passes per step" in plan.reason
         assert_right(cuda_target, case, "persistent")
     finally:
         monkeypatch.undo()
@@ -291,12 +291,16 @@ def test_steps_are_taken_where_waiting_blocks_have_no_room(cuda_target, with_roo
     with_room(1)
     assert_right(cuda_target, case, "auto")
     assert cuda_target.device.log[-1].kernel.name == "recurrent_step"
-    assert plan().method == "step" and "blocks of 8 units have to run at once, there is room for" in str(plan())
+    assert plan().method == "step" and "blocks of 8 units must run at the same time, the GPU has room for" in str(
+        plan()
+    )
 
 
 def test_a_named_method_that_has_no_room_is_refused(cuda_target, with_room):
     with_room(1)
-    with pytest.raises(ValueError, match=r"'persistent' does not apply: .* blocks .* at once, there is room for \d"):
+    with pytest.raises(
+        ValueError, match=r"'persistent' does not apply: .* blocks .* at the same time, the GPU has room for \d"
+    ):
         assert_right(cuda_target, full_case("gru"), "persistent")
 
 
@@ -334,7 +338,7 @@ def test_a_limit_below_one_step_is_refused(cuda_target):
     case = full_case("lstm")
     with (
         cupyconv.options(workspace_limit=10_000),
-        pytest.raises(ValueError, match=r"a step does not fit into 10,000 bytes"),
+        pytest.raises(ValueError, match=r"one step does not fit into 10,000 bytes"),
     ):
         case.call(case.views(case.arrays(), cuda_target.to_device), method="step")
 
@@ -363,7 +367,7 @@ def test_lengths_of_the_host_cannot_be_captured(cuda_target):
     given = cuda_target.to_device(np.array(case.lengths))
     cuda_target.device.capturing = True
     try:
-        with pytest.raises(RuntimeError, match="give lengths as an array of the device"):
+        with pytest.raises(RuntimeError, match="give lengths as a CuPy array"):
             cupyconv.gru(**views, lengths=list(case.lengths), **case.settings, method="step")
         cupyconv.gru(**views, lengths=given, **case.settings, method="step")
     finally:
@@ -424,9 +428,12 @@ def test_a_plan_of_steps():
 @pytest.mark.parametrize(
     "words, settings",
     [
-        (r"blocks of 8 units have to run at once, there are 132", dict(sizes=(9, 4, 64, 1200), dtype=np.float16)),
         (
-            r"a block takes [\d,]+ bytes of shared memory, there are 65,536",
+            r"blocks of 8 units must run at the same time, the GPU has 132",
+            dict(sizes=(9, 4, 64, 1200), dtype=np.float16),
+        ),
+        (
+            r"a block needs [\d,]+ bytes of shared memory, the GPU has 65,536",
             dict(sizes=(9, 4, 64, 256), dtype=np.float64, on="sm_75"),
         ),
     ],
@@ -452,7 +459,10 @@ def test_where_there_are_no_matrix_instructions_for_a_type():
     """For bfloat16 on sm_75, CUDA cores step and cuBLAS projects, which `explain` says no graph captures."""
     plan = plan_of("lstm", sizes=(9, 4, 64, 128), dtype=ml_dtypes.bfloat16, on="sm_75", method="step")
     assert dict(plan.steps[-1].launches[0].kernel.macros)["ARITHMETIC"] == "FMA"
-    assert any("which no graph captures: sm_75 has no matrix instructions" in note for note in plan.notes)
+    assert any(
+        "sm_75 has no matrix instructions for bfloat16: cuBLAS projects the inputs, so CUDA graphs cannot" in note
+        for note in plan.notes
+    )
 
 
 def test_a_loop_is_packed_once(cuda_target, monkeypatch):

@@ -130,7 +130,7 @@ def test_every_limit_is_kept_by_layers(cell, direction, method, dtype):
     ):
         assert sum(counts) == STEPS and not any(isinstance(step, GemmCall) for step in each_step(plan.steps))
         projections = sum(launch.purpose == "projection of the inputs" for launch in launches(plan))
-        assert projections == directions * len(counts) and plan.reason.count("projected by implicit_gemm") == 1
+        assert projections == directions * len(counts) and plan.reason.count("projection by implicit_gemm") == 1
         if counts[0] not in chunks:  # the plan's own workspace is enough for it
             with cupyconv.options(workspace_limit=sum(buffer.space for buffer in plan.workspace)):
                 assert counts_of(cupyconv.explain(getattr(cupyconv, name), x, *weights, **settings)) == counts
@@ -237,9 +237,9 @@ def test_blocks_that_wait_do_a_step_in_as_few_turns_as_there_is_room_for(samples
             turns = -(-tiles // blocks)
             assert launch.blocks <= room and blocks == -(-tiles // turns)
             assert turns == 1 or columns * together * -(-tiles // (turns - 1)) > room
-            assert ("times per step" in plan.reason) == (turns > 1) and together == directions
+            assert ("passes per step" in plan.reason) == (turns > 1) and together == directions
             assert [each.nbytes for each in plan.workspace if each.name == "counters"] == [128 * directions * tiles]
-            assert [each.bytes_moved for each in launches(plan) if "from 0" in each.purpose] == [
+            assert [each.bytes_moved for each in launches(plan) if "set to 0" in each.purpose] == [
                 128 * directions * tiles
             ]
 
@@ -352,9 +352,9 @@ def test_layers_of_no_steps_and_of_too_many(cell, method):
     assert {at.buffer for at in addresses(none.steps)} <= known
     assert all(dict(launch.params).get("count", 1) == 1 for launch in launches(none)), "one that is past the end"
     assert all(step.times == 1 for step in none.steps if isinstance(step, LaunchLoop))
-    assert {launch.purpose for launch in launches(none)} <= {launches(none)[-1].purpose, "counters from 0"}
+    assert {launch.purpose for launch in launches(none)} <= {launches(none)[-1].purpose, "counters set to 0"}
     assert not {"gates", "workspace"} & {buffer.name for buffer in none.workspace}
-    with pytest.raises(ValueError, match=f"steps; a kernel counts {LARGEST_STEP:,}"):
+    with pytest.raises(ValueError, match=f"steps; the kernel supports at most {LARGEST_STEP:,}"):
         cupyconv.explain(function, array(LARGEST_STEP + 1, 1, 1), *weights, **settings)
     assert cupyconv.explain(function, array(LARGEST_STEP, 1, 1), *weights, **settings).steps
 
@@ -397,7 +397,7 @@ def test_float64_of_more_samples_than_a_grid_has_blocks_for():
     """float64 has one size of tiles, of 16 samples."""
     arrays = [np.broadcast_to(0.0, shape) for shape in ((3, 16 * 65535 + 1, 4), (32, 4), (32, 8))]
     with cupyconv.options(workspace_limit=1 << 40):
-        with pytest.raises(ValueError, match="1,048,561 samples are more than a grid has blocks for"):
+        with pytest.raises(ValueError, match="1,048,561 samples exceed the largest grid"):
             cupyconv.explain(cupyconv.lstm, *arrays, method="step", on="sm_90")
         assert cupyconv.explain(cupyconv.lstm, arrays[0][:, 1:], *arrays[1:], method="step", on="sm_90").steps
 

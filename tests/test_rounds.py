@@ -155,7 +155,7 @@ def test_chunks_that_are_not_alike_are_listed_up_to_a_number():
         return (call,) * (1 + number % 2)
 
     assert len(draft.in_rounds(20, steps_of)) == 30
-    with pytest.raises(ValueError, match="no two alike"):
+    with pytest.raises(ValueError, match="chunks that all differ"):
         draft.in_rounds(10**9, steps_of)
 
 

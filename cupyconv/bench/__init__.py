@@ -80,18 +80,18 @@ def run_bench(
     known = GPU_PEERS if gpu else PEERS
     unknown = [name for name in peers or () if name not in known]
     if unknown:
-        return _refused(f"no peer is called {', '.join(unknown)}; there are {', '.join(known)}")
+        return _refused(f"unknown peers: {', '.join(unknown)}; known are {', '.join(known)}")
     if gpu and threads is not None:
-        return _refused("--threads are the processor's: leave it out with --gpu")
+        return _refused("--threads is for the CPU: omit it with --gpu")
     if resume and json is None:
-        return _refused("--resume goes on with the file of --json: name it")
+        return _refused("--resume needs --json with the file to continue")
     cupy, state = cupy_with_gpu() if gpu else (None, "")
     if gpu and cupy is None:
         return _refused(f"no GPU to measure: {state}")
     table: Sequence[AnyCase] = gpu_cases() if gpu else numpy_cases()
     there = dict.fromkeys(case.group for case in table)
     if groups is not None and (unknown := [name for name in groups if name not in there]):
-        return _refused(f"no group is called {', '.join(unknown)}; there are {', '.join(there)}")
+        return _refused(f"unknown groups: {', '.join(unknown)}; known are {', '.join(there)}")
     cases = [case for case in table if only in case.name and (groups is None or case.group in groups)]
     if not cases:
         return _refused(f"no case has {only!r} in its name")
@@ -110,21 +110,21 @@ def run_bench(
     )  # fmt: skip
     status = session.run(resume=resume)
     if report is not None:
-        print(f"\nthe page: {write_page(session.record, report)}")
+        print(f"\nweb page: {write_page(session.record, report)}")
     return status
 
 
 def _drawn(source: Path, report: Path | None) -> int:
     """Draw the page of an earlier run."""
     if report is None:
-        return _refused("--from draws the page of --report: name its directory")
+        return _refused("--from needs --report with the directory of the web page")
     try:
         record = read_record(source)
         if not (isinstance(record, dict) and {"environment", "cases", "errors"} <= record.keys()):
-            raise ValueError(f"{source} has other things")
+            raise ValueError(f"{source} is not a results file")
     except (OSError, ValueError) as failure:
         return _refused(f"--from needs a file that --json wrote: {failure}")
-    print(f"the page: {write_page(record, report)}")
+    print(f"web page: {write_page(record, report)}")
     return 0
 
 

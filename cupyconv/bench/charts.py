@@ -193,7 +193,7 @@ def roofline(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, Any]) -> Ht
     ridges = {precision: peak / bandwidth for precision, peak in products.items()}
     plane = Plane.over([*(x for _, x, _ in points), *ridges.values()], [*(y for *_, y in points), *products.values()])
     unit, name = (1e12, "TFLOP/s") if max(products.values()) >= 1e13 else (1e9, "GFLOP/s")
-    axes = plane.axes(_decades(plane.x), _decades(plane.y, unit), "operations per byte (each array once)", name)
+    axes = plane.axes(_decades(plane.x), _decades(plane.y, unit), "operations per byte (each array counted once)", name)
     low = max(plane.x[0], plane.y[0] / bandwidth)
     lines = [plane.line([(low, low * bandwidth), (max(ridges.values()), max(products.values()))], "roof")]
     named = []
@@ -221,7 +221,7 @@ def _speed(row: Mapping[str, Any]) -> float:
 #: Fields of a memory record, with the kind of the line and its label.
 SERIES = {
     "columns": ("lost", "columns of all samples at once"),
-    "planned": ("won dashed", "cupyconv, what explain states"),
+    "planned": ("won dashed", "cupyconv, as explain states"),
     "measured": ("won", "cupyconv, measured"),
 }
 #: Smaller byte counts are drawn as this one.

@@ -174,7 +174,7 @@ class HostClock:
     rounds = (3, 15)
     warm_up = 1
     hopeless = 4.0
-    method = "wall clock, the median of a turn's calls; one process for each library, and turns one after the other"
+    method = "wall clock, median over the calls of a turn; one process per library, the processes take turns"
 
     def sample(self, call: Call, host: float) -> Sample:
         begin = time.perf_counter()
@@ -225,8 +225,8 @@ class CudaClock:
         self._flush = cupy.empty(max(64 << 20, 2 * l2_bytes), np.uint8)
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
         self.method = (
-            f"CUDA events around one call, after {self._flush.nbytes >> 20} MiB were written to empty the L2 cache and a"
-            " kernel has spun while the host enqueued"
+            f"CUDA events around one call; before it, {self._flush.nbytes >> 20} MiB are written to flush the L2 cache, and"
+            " a kernel spins while the host enqueues"
         )
 
     def sample(self, call: Call, host: float) -> Sample:

@@ -21,16 +21,16 @@ def heading(environment: Mapping[str, Any]) -> str:
 #: Heading of the columns of `block`; times are in microseconds.
 COLUMNS = (
     f"{'':<26}{'median µs':>12}{'min µs':>12}{'spread':>8}{'rate':>16}{'of floor':>9}{'host µs':>10}{'row µs':>10}{'ratio':>8}\n"
-    "    spread: between the quartiles; host: until the call returned; row: one of many enqueued at once;\n"
-    "    ratio: cupyconv's time, by the method it chose, over this one's: below 1 cupyconv is faster\n"
+    "    spread: interquartile range; host: time until the call returned; row: one of many calls enqueued together;\n"
+    "    ratio: cupyconv's time with its chosen method, divided by this time; below 1 cupyconv is faster\n"
 )
 
 
 def block(row: Mapping[str, Any]) -> str:
     """Return the text of one case: a line for its floor and a line per implementation."""
     case, floor = row["case"], row["floor"]
-    judged = "; ratios are of host times" if case["judged"] == "host" and row["on_gpu"] else ""
-    first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"
+    judged = "; ratios compare host times" if case["judged"] == "host" and row["on_gpu"] else ""
+    first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, bound by {floor['bound']}{judged}"
     return "\n".join([first, *(_line(row, name, way) for name, way in row["ways"].items())])
 
 
@@ -70,7 +70,7 @@ def summary(record: Mapping[str, Any]) -> str:
     if record["errors"]:
         parts += [f"{len(record['errors'])} failed:", _some([error_line(entry) for entry in record["errors"]])]
     else:
-        parts.append("nothing failed; every result that was timed was first held to float64")
+        parts.append("nothing failed; every timed result was first checked against float64")
     return "\n".join(part for part in parts if part)
 
 
@@ -79,7 +79,7 @@ def summary(record: Mapping[str, Any]) -> str:
 #: The column of the fastest peer of each case, and the implementation that chains are compared with besides peers.
 BEST, SEPARATE = "best peer", f"{OURS} {LAYER_BY_LAYER}"
 #: Labels of table rows.
-MEAN, MEAN_OF_EXACT = "geometric mean", "geometric mean, exact arithmetic alone"
+MEAN, MEAN_OF_EXACT = "geometric mean", "geometric mean, exact arithmetic only"
 
 
 def compared(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -139,7 +139,7 @@ def _table(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
         marks = {peer: "?" if {peer, OURS} & unsteady else "" for peer in peers}
         return [f"{of[peer]:.2f}{marks[peer]}" if peer in of else "" for peer in peers]
 
-    lines = [f"\n{group}: cupyconv's time over each peer's; below 1 cupyconv is faster", line("", "", shown)]
+    lines = [f"\n{group}: cupyconv's time divided by each peer's; below 1 cupyconv is faster", line("", "", shown)]
     for row in rows:
         ours = row["ways"].get(OURS)
         label = f"{_micro(ours['median'])} µs {row['chosen']}" if ours else "failed"
@@ -153,7 +153,7 @@ def _table(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append(line("slower", "", [str(sum(ratio > 1 for ratio in of)) for of in having]))
     lines.append(line("slowest", "", [f"{max(of):.2f}" if of else "" for of in having]))
     if any("?" in line for line in lines):
-        lines.append("    ? the machine was busy: a median above twice the least; measure again")
+        lines.append("    ? the machine was busy: the median is above twice the minimum; measure again")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -174,8 +174,8 @@ def _choices(record: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f'\nmethod="auto" was within {WITHIN - 1:.0%} of the best method on {good} of the {len(choices)} cases that have'
-            f" more than one ({good / len(choices):.0%}; wanted {SHARE:.0%})",
-            f"    {'':<{first}}{'chosen':<16}{'best':<16}{'loss':>6}   µs of each",
+            f" more than one ({good / len(choices):.0%}; goal {SHARE:.0%})",
+            f"    {'':<{first}}{'chosen':<16}{'best':<16}{'loss':>6}   µs of each method",
             *lines,
             "",
         ]

@@ -279,7 +279,7 @@ class Session:
         self._save(running=None)
         if self.watch and self.path and rest:
             self.progress.end()
-            print("    going on in a new process", flush=True)
+            print("    continuing in a new process", flush=True)
             self.watch.restart()
 
     def _resume(self) -> None:
@@ -293,7 +293,7 @@ class Session:
         self.record["seconds"] = self.seconds
         changed = {key for key, value in current.items() if self.record["environment"].get(key) != value}
         if changed - {"load_before", "date"}:
-            add_error(self.record, "environment", "resume", f"differs in {', '.join(sorted(changed))}")
+            add_error(self.record, "environment", "resume", f"the environment differs in {', '.join(sorted(changed))}")
         if floors := self.record["floors"]:
             self.rates = Rates(**floors)
 

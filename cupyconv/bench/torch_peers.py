@@ -77,7 +77,7 @@ class Torch(Participant):
     def check_stream(self, stream: int | None) -> None:
         """Raise RuntimeError if torch works on a stream other than the timed one."""
         if stream is not None and (own := self._torch.cuda.current_stream().cuda_stream) != stream:
-            raise RuntimeError(f"torch's current stream is {own:#x}, the one that is timed is {stream:#x}")
+            raise RuntimeError(f"torch's current stream is {own:#x}, but the timed stream is {stream:#x}")
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
         """Return both memory formats if there are two, and torch.compile if the case requests it."""

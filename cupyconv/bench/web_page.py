@@ -99,7 +99,7 @@ def _sections(record: Mapping[str, Any]) -> Iterator[Html]:
         yield from _roofline(rows, record["floors"])
     yield from _memory(record.get("memory", []))
     yield from _left_out(record)
-    yield element("h2", "What the figures depend on")
+    yield element("h2", "Environment of the measurements")
     lines = [(name, str(value)) for name, value in record["environment"].items()]
     yield table(("", ""), lines, marks="about")
 
@@ -110,13 +110,15 @@ def _summary(record: Mapping[str, Any]) -> Html:
     told = [f"{len(rows)} cases. "]
     if against:
         won = sum(ratio <= 1 for ratio in against)
-        told.append(f"Faster than every peer on {won}, slower than the fastest one on {len(against) - won}. ")
-    told.append("Every result that was timed was first held to a computation in float64.")
+        told.append(f"Faster than every peer on {won}, slower than the fastest peer on {len(against) - won}. ")
+    told.append("Every timed result was first checked against a computation in float64.")
     where = [str(known[name]) for name in ("machine", "blas_threads", "date") if name in known]
     if "commit" in known:
         where.append(f"commit {known['commit']}")
     return join(
-        element("h1", "cupyconv beside its peers"), element("p", " · ".join(where), class_="pale"), element("p", told)
+        element("h1", "cupyconv compared with its peers"),
+        element("p", " · ".join(where), class_="pale"),
+        element("p", told),
     )
 
 
@@ -129,12 +131,12 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
     yield element("h2", "Ratio to each peer")
     yield element(
         "p",
-        "cupyconv's time, by the method it chose, over the peer's. Left of the line at 1 cupyconv is faster. "
+        "cupyconv's time with its chosen method, divided by the peer's time. Left of the line at 1, cupyconv is faster. "
         "The means are geometric.",
     )
     columns = [*peers, BEST]
     yield table(
-        ["group (cases)", *map(_shown, columns), "slowest beside the best"],
+        ["group (cases)", *map(_shown, columns), "worst ratio to best peer"],
         [_means(group, members, columns) for group, members in grouped(rows).items()],
     )
     yield legend(peers)
@@ -165,7 +167,7 @@ def _ratio(value: float | None) -> Html:
 def _times(rows: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> Html:
     """Show, per case, our time, rate and share of the floor, then each peer's time, ratio to ours, and memory."""
     counted = [way for way in (OURS, *peers) if any(_memory_of(row, way) is not None for row in rows)]
-    head = ["case", "method", "cupyconv, ms", "rate", "floor, ms", "its rate", "of floor"]
+    head = ["case", "method", "cupyconv, ms", "rate", "floor, ms", "floor rate", "of floor"]
     for peer in peers:
         head += [f"{_shown(peer)}, ms", "ratio"]
     head += [f"{_shown(way)}, MiB" for way in counted]
@@ -211,13 +213,14 @@ def _roofline(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, Any]) -> I
     yield element("h2", "Roofline")
     measured = [f"{floors['bandwidth'] / 1e9:,.1f} GB/s by a copy"]
     measured += [
-        f"{_flops(peak)} by {floors['by'][name]}'s product in {name}" for name, peak in floors["products"].items()
+        f"{_flops(peak)} by {floors['by'][name]}'s matrix product in {name}"
+        for name, peak in floors["products"].items()
     ]
     yield element(
         "p",
-        f"The roof is what this machine reached in the same run: {'; '.join(measured)}. "
-        "A point is one case: its operations counted as the definition has them, its bytes as if every array were read "
-        "or written once. A transform (Winograd, FFT) saves operations, and can pass the roof.",
+        f"The roof is the performance that this machine reached in the same run: {'; '.join(measured)}. "
+        "Each point is one case. Operations are counted by the definition, bytes as if every array were read or written "
+        "once. Transforms (Winograd, FFT) save operations and can exceed the roof.",
     )
     lost = "orange: a peer is faster"
     yield element("figure", roofline(rows, floors), element("p", lost, class_="pale"), class_="roofline")
@@ -231,12 +234,12 @@ def _memory(grown: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
     rows = [row for row in grown if row["batches"]]
     yield element("h2", "Memory against batch size")
     if not rows:
-        yield element("p", "This record has none.", class_="pale")
+        yield element("p", "This record has no memory measurements.", class_="pale")
         return
     yield element(
         "p",
-        "The most that one call had allocated at a time, beyond its result. Columns written whole are what a product of "
-        "matrices needs where nobody cuts them into blocks; of a merge, the concatenation.",
+        "Peak memory of one call in addition to its result. A matrix product without blocking needs the columns of all "
+        "samples at once; for a merge, these are the concatenation.",
     )
     yield memory_legend()
     charts = [element("figure", element("figcaption", row["case"]["name"]), memory_chart(row)) for row in rows]

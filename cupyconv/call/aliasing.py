@@ -51,7 +51,7 @@ class OutMemory:
                     continue  # each element is read just before it is overwritten
                 if _share_elements(out, at, span, where):
                     raise ValueError(
-                        f"{out_name} overlaps {name}; only an out that is exactly the {self._may_alias} may"
+                        f"{out_name} overlaps {name}; it may share memory only if it is exactly the {self._may_alias}"
                     )
 
     def is_residual(self, arrays: Mapping[str, Any], address: Callable[[Any], int]) -> bool:

@@ -123,7 +123,7 @@ class Result(NamedTuple):
         nbytes = prod(extent or 1 for extent in self.shape) * self.dtype.itemsize
         if nbytes > _MOST_BYTES:
             raise ValueError(
-                f"{self.name} would have shape {self.shape}: {nbytes} bytes, more than the {_MOST_BYTES} of an array"
+                f"{self.name} would have shape {self.shape}: {nbytes} bytes, but an array can have at most {_MOST_BYTES}"
             )
 
     @property
@@ -189,7 +189,8 @@ class Arguments:
             return self.backend.machine(current_settings().threads)
         if self.backend.name != "numpy":
             raise TypeError(
-                f"on={self.on!r} plans for a GPU that need not be there, from NumPy arrays; given {self.backend.name} arrays"
+                f"on={self.on!r} plans for a GPU that need not be present and takes NumPy arrays;"
+                f" given {self.backend.name} arrays"
             )
         return known_gpu(self.on)
 
@@ -248,7 +249,7 @@ class Arguments:
     def copy_notes(self, axes: Axes, images: Iterable[str]) -> tuple[str, ...]:
         """Notes on the images that have to be copied whole to have at most three spatial axes."""
         return tuple(
-            f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
+            f"{name}: its leading spatial axes have no uniform stride, so it is copied; workspace excludes the copy"
             for name in images
             if name in self.arrays and axes.needs_copy(tuple(self.arrays[name].shape), tuple(self.arrays[name].strides))
         )
@@ -303,16 +304,18 @@ def widening_notes(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
     narrow = [f"{name} ({kind})" for name, kind in names.items() if kind != result]
     if not narrow:
         return ()
-    cause = f"{wide[0]} ({result}) widens" if wide else "mixed precisions widen"
+    cause = f"{wide[0]} ({result}) widens" if wide else "mixed dtypes widen"
     return (f"{cause} the result to {result}; narrower: {', '.join(narrow)}",)
 
 
 def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
     """Return the gradient of a result in the dtype of that result; another shape, library or device is refused."""
     if backend_for({name: grad}) is not backend:
-        raise TypeError(f"{name} is {kind_of(grad)}: not of the library and device of the result, {backend.name}")
+        raise TypeError(
+            f"{name} is {kind_of(grad)}, needed an array of the library and device of the result, {backend.name}"
+        )
     if tuple(grad.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, that of the result")
+        raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, the shape of the result")
     if grad.dtype.kind == "c" and dtype.kind != "c":
         raise TypeError(f"{name} is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
     return in_dtype(grad, dtype, backend)

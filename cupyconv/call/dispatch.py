@@ -58,15 +58,15 @@ _REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NU
 
 _JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
 _ON_DISK = (
-    "the functions of cupyconv.interop.dask on dask.array.from_array(array), or array[...] where it fits in memory;"
-    " docs/how-to/recipes.md has a loop over blocks that needs no Dask"
+    "the functions of cupyconv.interop.dask on dask.array.from_array(array), or array[...] if it fits in memory;"
+    " docs/how-to/recipes.md has a loop over blocks without Dask"
 )
 _WAYS_IN = {
     "torch": "the functions of cupyconv.interop.torch, or numpy.asarray(tensor) or cupy.from_dlpack(tensor),"
     " which share its memory",
     "jax": _JAX,
     "jaxlib": _JAX,
-    "dask": "the functions of cupyconv.interop.dask, or array.compute() where it fits in memory",
+    "dask": "the functions of cupyconv.interop.dask, or array.compute() if it fits in memory",
     "zarr": _ON_DISK,
     "h5py": _ON_DISK,
 }
@@ -115,7 +115,7 @@ def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
     units = next((name for name in ("unit", "units") if hasattr(type(array), name)), None)
     if units is not None and isinstance(array, np.ndarray):
         raise TypeError(
-            f"{name} is in units, {kind_of(array)} of {getattr(array, units)}, which would be lost: compute with array.value"
+            f"{name} has units, {kind_of(array)} of {getattr(array, units)}, which would be lost: use array.value"
         )
     for array_class in type(array).__mro__:
         if array_class in _REGISTRY and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
@@ -124,14 +124,14 @@ def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
             register_backend(array_class, _cupy_backend)
             return _cupy_backend
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: fill it first, array.filled(0)")
+        raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: use array.filled(0)")
     if isinstance(array, str):
         raise TypeError(
-            f"{name} must be an array, not the str {array!r}: settings are given by name, as padding='same'"
+            f"{name} must be an array, not the str {array!r}: pass settings by name, for example padding='same'"
         )
     library = type(array).__module__.partition(".")[0]
-    way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
-    raise TypeError(f"{name} must be a NumPy or CuPy array, not {kind_of(array)}; the way in: {way_in}")
+    way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for GPU memory")
+    raise TypeError(f"{name} must be a NumPy or CuPy array, not {kind_of(array)}; use {way_in}")
 
 
 def _cupy_backend(array: Any) -> Backend:

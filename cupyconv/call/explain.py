@@ -54,9 +54,9 @@ def checked_call(function: Callable[..., Any], *args: Any, on: str | None = None
     if operation is None:
         if getattr(function, "__name__", "") in ("vjp", "pullback"):
             raise TypeError(
-                "explain takes a function that vjp takes, not vjp or a pullback: explain(conv, x, weight) is the forward"
-                " pass of vjp(conv, x, weight), explain(conv_grad_input, ...) and explain(conv_grad_weight, ...) the way back"
+                "explain takes a function such as conv, not vjp or a pullback: explain(conv, x, weight) plans the forward pass of"
+                " vjp(conv, x, weight), explain(conv_grad_input, ...) and explain(conv_grad_weight, ...) the backward pass"
             )
-        namesake = ": its forward pass is explain(cupyconv.{}, ...) of NumPy or CuPy arrays"
+        namesake = ": to plan its forward pass, call explain(cupyconv.{}, ...) with NumPy or CuPy arrays"
         raise TypeError(refusal("explain", known_functions(), function, namesake))
     return operation.checked(bound(function, args, kwargs), on)

@@ -56,25 +56,25 @@ _NAMES = {
 #: Values that distinguish two of our arguments if another library has one name for both.
 _VALUES = {
     "padding": "'valid', 'same', 'full'",
-    "padding_mode": "'constant', 'wrap'; for ndimage's 'reflect', 'mirror', 'nearest' 'symmetric', 'reflect', 'edge'",
+    "padding_mode": "'constant', 'wrap'; ndimage's 'reflect', 'mirror', 'nearest' are 'symmetric', 'reflect', 'edge'",
 }
 
 #: Arguments of other libraries that are expressed differently here, for any function.
 _WAYS = {
-    "auto_pad": "padding=onnx_padding(pads, auto_pad)",
-    "data_format": "a transposed view of an array whose channels are last, array.transpose(0, 3, 1, 2)",
-    "layout": "a transposed view, such as array.transpose(0, 3, 1, 2) or array.swapaxes(0, 1)",
-    "batch_first": "a view, array.swapaxes(0, 1)",
-    "bidirectional": "direction='bidirectional'",
-    "hidden_size": "nothing: the weights tell it",
-    "dtype": "array.astype, before the call",
-    "axis": "a transposed view whose channels come after the samples",
-    "axes": "nothing: the axes after the channels are the spatial ones, as many as the kernel has",
-    "cval": "nothing: padding_mode='constant' pads with zeros",
-    "fillvalue": "nothing: padding_mode='constant' pads with zeros",
-    "origin": "padding, a pair (before, after) for each axis",
-    "kernel_size": "nothing: the weight's shape tells it",
-    "padding_mode": "nothing: another padding than zeros is for conv and its gradients alone",
+    "auto_pad": "use padding=onnx_padding(pads, auto_pad)",
+    "data_format": "use a transposed view of a channels-last array, array.transpose(0, 3, 1, 2)",
+    "layout": "use a transposed view, such as array.transpose(0, 3, 1, 2) or array.swapaxes(0, 1)",
+    "batch_first": "use a view, array.swapaxes(0, 1)",
+    "bidirectional": "use direction='bidirectional'",
+    "hidden_size": "omit it, the weights determine it",
+    "dtype": "use array.astype before the call",
+    "axis": "use a transposed view whose channels come after the samples",
+    "axes": "omit it, the spatial axes come after the channels, as many as the kernel has",
+    "cval": "omit it, padding_mode='constant' pads with zeros",
+    "fillvalue": "omit it, padding_mode='constant' pads with zeros",
+    "origin": "use padding, with a pair (before, after) for each axis",
+    "kernel_size": "omit it, the weight's shape determines it",
+    "padding_mode": "omit it, only conv and its gradients support other padding modes",
 }
 
 
@@ -122,7 +122,7 @@ def too_many_arguments(name: str, parameters: Mapping[str, Parameter], given: in
     places = f"{count} positional arguments ({', '.join(names[:count])})" if count else "no positional arguments"
     return (
         f"{name}() takes {places}, given {given}:"
-        f" write the others by name, {', '.join(f'{one}=' for one in names[count:])}"
+        f" pass the others by name, {', '.join(f'{one}=' for one in names[count:])}"
     )
 
 
@@ -138,8 +138,8 @@ def ours_for(keyword: str, parameters: Iterable[str]) -> str:
     parameters = list(parameters)
     meant = [ours for ours in parameters if keyword in _NAMES.get(ours, ())]
     if not meant and keyword in _WAYS:
-        return f"here it is {_WAYS[keyword]}"
+        return _WAYS[keyword]
     if len(meant) > 1:
         meant = [f"{ours} ({_VALUES[ours]})" for ours in meant]
     meant = meant or get_close_matches(keyword, parameters, n=1)
-    return f"here it is {' or '.join(meant)}" if meant else f"its arguments are {', '.join(parameters)}"
+    return f"use {' or '.join(meant)}" if meant else f"the arguments are {', '.join(parameters)}"

@@ -189,10 +189,10 @@ def refusal(name: str, known: Sequence[str], function: Any, namesake: str) -> st
 
     `namesake` is the hint for a function of another framework that has the name of one of the `known` functions.
     """
-    message = f"{name} takes one of {', '.join(known)}, and then its arguments, given "
+    message = f"the first argument of {name} must be one of {', '.join(known)}, given "
     if not callable(function):
         given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
-        return f"{message}{given}: write {name}(conv, x, weight), without calling conv"
+        return f"{message}{given}: write {name}(conv, x, weight), not {name}(conv(x, weight))"
     own = getattr(function, "__name__", repr(function))
     return f"{message}{own!r}" + (namesake.format(own) if own in known else "")
 
@@ -320,7 +320,7 @@ class CheckedCall:
             enough = _enough_workspace(plan, self.problem)
             if enough is None:
                 raise
-            words = f"{refusal}; for the whole call a workspace_limit of {enough:,} bytes is enough"
+            words = f"{refusal}; a workspace_limit of {enough:,} bytes is enough for the whole call"
         raise ValueError(words)
 
     def run(self) -> Any:
@@ -334,9 +334,7 @@ def _with_note_on_limit(plan: Plan, limit: int) -> Plan:
     needed = buffers + sum(conversion.nbytes for conversion in plan.conversions)
     if needed <= limit:
         return plan
-    note = (
-        f"{needed:,} bytes of workspace are beyond the limit of {limit:,}: what the call cannot do without comes on top"
-    )
+    note = f"{needed:,} bytes of workspace exceed the limit of {limit:,}: the call cannot run with less"
     return replace(plan, notes=(*plan.notes, note))
 
 

@@ -46,7 +46,7 @@ def run_demo(*, small: bool = False, directory: Path | None = None, libraries: S
         libraries = [numpy_library()] + ([cupy_library(cupy)] if cupy else [])
     page.line(f"cupyconv {cupyconv.__version__} on {' and '.join(library.description for library in libraries)}")
     if len(libraries) == 1:
-        page.line(f"no CuPy columns: {state or 'not asked for'}")
+        page.line(f"no CuPy columns: {state or 'not requested'}")
     for number, (title, part) in enumerate(_PARTS, 1):
         page.heading(f"{number}  {title}")
         try:

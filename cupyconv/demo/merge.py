@@ -25,7 +25,8 @@ _RESERVE = 1.2
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
         f"""{INPUTS} fields of {CHANNELS} channels on a million points, in a batch of {BATCH}, are combined linearly
-        into {CHANNELS} channels. Below it is what one writes without the library, which first copies all inputs."""
+        into {CHANNELS} channels. The second line does the same without the
+        library; it first copies all inputs."""
     )
     page.code(
         """
@@ -34,8 +35,8 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
         """
     )
     page.text(
-        """In every table of this page, extra memory is what a call allocates besides its result, and the error is the
-        largest difference from the same result computed another way, in a higher precision."""
+        """In every table of this page, extra memory is what a call allocates in addition to its result, and the error
+        is the largest difference from the same result computed in another way, in higher precision."""
     )
     for dtype in (np.dtype(np.float64), np.dtype(np.float32)):
         points = _affordable(page, libraries, POINTS // 100 if small else POINTS, dtype.itemsize)
@@ -55,10 +56,10 @@ def _affordable(page: Page, libraries: Sequence[Library], points: int, itemsize:
             continue
         fits = int(free / per_point) // 1000 * 1000
         if fits == 0:
-            page.failure(f"{library.name}: {megabytes(free)} of memory are free, too little for this part")
+            page.failure(f"{library.name}: {megabytes(free)} of free memory, too little for this part")
             return None
         page.text(
-            f"{library.name}: {megabytes(free)} of memory are free, {megabytes(int(points * per_point))} are needed:"
+            f"{library.name}: {megabytes(free)} of free memory, {megabytes(int(points * per_point))} needed:"
             f" {fits:,} points instead of {points:,}."
         )
         points = fits

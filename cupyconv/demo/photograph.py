@@ -113,5 +113,5 @@ def _written(picture: np.ndarray, directory: Path) -> str:
     try:
         imsave(path, np.moveaxis(picture[0], 0, -1))
     except OSError as error:
-        return f"picture not written: {error.strerror or error} ({path}); --output FOLDER takes another place"
+        return f"picture not written: {error.strerror or error} ({path}); choose another directory with --output"
     return f"picture written to {path}"

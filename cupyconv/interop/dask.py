@@ -281,11 +281,11 @@ def _dask_array(name: str, x: Any) -> Any:
     if not isinstance(x, da.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(
-            f"{name} must be a Dask array, given {kind}: dask.array.from_array and dask.array.from_zarr make one;"
-            " cupyconv's own functions compute arrays in memory"
+            f"{name} must be a Dask array, given {kind}: use dask.array.from_array or dask.array.from_zarr;"
+            " for arrays in memory use the functions of cupyconv"
         )
     if any(map(isnan, x.shape)):
-        raise ValueError(f"{name} has shape {x.shape}, needed chunks of known size: {name}.compute_chunk_sizes()")
+        raise ValueError(f"{name} has shape {x.shape}, needed chunks of known size: call {name}.compute_chunk_sizes()")
     return x
 
 
@@ -310,10 +310,10 @@ def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, An
         if name in ("prologue", "out") and isinstance(value, (tuple, list)):
             return tuple(checked(f"{name}[{i}]", part) for i, part in enumerate(value))
         if isinstance(value, da.Array):
-            raise TypeError(f"{name} must be an array in memory, given a Dask array: {name}.compute() makes one of it")
+            raise TypeError(f"{name} must be an array in memory, given a Dask array: use {name}.compute()")
         if library and _library(value) and _library(value) != library:
             raise TypeError(
-                f"{name} is an array of {_library(value)}, chunks of x are {library}'s: both must be of one"
+                f"{name} is a {_library(value)} array, the chunks of x are {library} arrays: both must belong to one library"
             )
         if name.startswith("out") and _library(value):  # a stand-in is read-only, and the check needs a writable array
             return value if isinstance(value, np.ndarray) else np.empty(value.shape, value.dtype)

@@ -134,8 +134,8 @@ def _check(piece: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     backend_for({"a chunk": piece})
     if piece.shape != shape or not np.can_cast(piece.dtype, dtype):
         raise ValueError(
-            f"a chunk is not what its Dask array says: {piece.dtype} of shape {piece.shape} where {dtype} of shape {shape}"
-            " is read; map_blocks and others take the true dtype and chunks"
+            f"a chunk is {piece.dtype} of shape {piece.shape}, but its Dask array declares {dtype} of shape {shape}:"
+            " pass the actual dtype and chunks to map_blocks or the function that made the array"
         )
 
 

@@ -44,8 +44,8 @@ class Out:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "out is an array of this process, and a graph with it cannot be sent to another: compute it with"
-            " scheduler='threads', or make it without out and store the result (to_zarr, dask.array.store)"
+            "out is in the memory of this process, so its graph cannot be sent to another process: compute it with"
+            " scheduler='threads', or omit out and store the result (to_zarr, dask.array.store)"
         )
 
 

@@ -179,7 +179,7 @@ def Identity(call: Call, x: Array) -> Array:
 def Dropout(call: Call, x: Array, *rest: Array | None) -> Any:
     """Return x: inference drops no elements."""
     if len(rest) > 1 and rest[1] is not None and bool(rest[1]):
-        raise NotImplementedError("Dropout in training")
+        raise NotImplementedError("Dropout in training mode")
     return (x, call.xp.ones(x.shape, bool)) if len(call.node.outputs) > 1 else x
 
 
@@ -336,7 +336,7 @@ def refused(node: Node) -> str:
     """Return what this node needs that these functions do not support, or an empty string."""
     kinds = {type(value).__name__ for value in node.attributes.values()}
     if kinds & {"GraphProto", "SparseTensorProto"}:
-        return f"{node.op} of a graph or a sparse tensor"
+        return f"{node.op} with a graph or a sparse tensor as attribute"
     if node.op == "Cast" and node.attributes["to"] not in _CASTS:
         return f"Cast to type {node.attributes['to']}"
     return "" if node.op in ELEMENTWISE else node.op

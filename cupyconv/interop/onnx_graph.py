@@ -121,7 +121,7 @@ def read(model: Any) -> Graph:
         nodes.append(node)
     if unknown:
         listed = ", ".join(f"{name} ({count} x)" if count > 1 else name for name, count in sorted(unknown.items()))
-        raise NotImplementedError(f"operators of this model that cupyconv does not run: {listed}")
+        raise NotImplementedError(f"cupyconv does not support these operators of the model: {listed}")
     constants = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
     inputs: dict[str, Any] = {}
     for value in model.graph.input:
@@ -249,7 +249,7 @@ def _takes(graph: Graph, conv: Node, node: Node) -> bool:
         if len(conv.inputs) > 2 and conv.inputs[2] and conv.inputs[2] not in graph.constants:
             return False
         _fold_affine(graph, conv, *node.attributes["vectors"])
-        graph.done["batch normalisations and the like folded into weights"] += 1
+        graph.done["batch normalizations and other affine steps folded into weights"] += 1
         return True
     if node.op in ("Add", "Sum") and len(node.inputs) == 2 and conv.op == "Conv" and "residual" not in said:
         (other,) = [name for name in node.inputs if name != conv.outputs[0]] or [""]
@@ -257,7 +257,7 @@ def _takes(graph: Graph, conv: Node, node: Node) -> bool:
         if other in graph.constants or shape is None or graph.shapes.get(other) != shape:
             return False
         said["residual"] = other
-        graph.done["additions made residual="] += 1
+        graph.done["additions fused as residual="] += 1
         return True
     activation = ACTIVATIONS[node.op](node, graph.constants) if node.op in ACTIVATIONS else None
     if activation is None or node.inputs[0] != conv.outputs[0]:
@@ -308,7 +308,7 @@ def _fuse_before(graph: Graph) -> None:
         conv.inputs[0] = fused[-1].inputs[0]
         for node in fused:
             graph.nodes.remove(node)
-        graph.done["batch normalisations and activations made prologue="] += 1
+        graph.done["batch normalizations and activations fused as prologue="] += 1
 
 
 def _keep_affine_maps(graph: Graph) -> None:
@@ -356,4 +356,4 @@ def _merge(graph: Graph) -> None:
             ]
             if all(as_lists):
                 node.op = "Merged"
-                graph.done["concatenations that are never built"] += 1
+                graph.done["concatenations avoided"] += 1

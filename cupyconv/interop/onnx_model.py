@@ -373,7 +373,7 @@ class ModelPlan:
             [
                 f"model of {len(self.steps)} steps, {len(plans)} of them convolutions{where}",
                 f"  convolutions {flops:,} FLOP, {moved:,} B moved{took}",
-                f"  memory       images {self.peak_bytes:,} B at the most, constants {self.weight_bytes:,} B",
+                f"  memory       images at most {self.peak_bytes:,} B, constants {self.weight_bytes:,} B",
                 *(f"  {count:12} {what}" for what, count in self.done.items()),
                 *map(str, self.steps),
             ]

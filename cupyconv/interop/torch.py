@@ -369,10 +369,12 @@ def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dic
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in required}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor, as torch.as_tensor makes one")
+            raise TypeError(f"{name} must be a torch.Tensor, given {type(tensor).__name__}: use torch.as_tensor")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
-        raise TypeError(f"tensors of several devices: {', '.join(f'{name} on {d}' for name, d in devices.items())}")
+        raise TypeError(
+            f"all tensors must be on one device: {', '.join(f'{name} on {d}' for name, d in devices.items())}"
+        )
     return tensors
 
 
@@ -410,14 +412,14 @@ class _Function(torch.autograd.Function):
         # PyTorch's once_differentiable checks `grads` alone: the gradient of a sum needs none, though x and weight do.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "cupyconv's functions are differentiable once: with create_graph=True their gradients would be taken for"
-                " constants; PyTorch's own functions have second derivatives"
+                "cupyconv's functions have no second derivatives: with create_graph=True their gradients would be treated"
+                " as constants; use PyTorch's own functions"
             )
         saved = ctx.saved_tensors  # raises if one was changed in place, but not if a hook packed it
         if any(tensor._version != version for tensor, version in ctx.versions):
             raise RuntimeError(
-                "a tensor that cupyconv's backward pass reads has been modified by an inplace operation; hooks on saved"
-                " tensors, as of torch.utils.checkpoint, make no difference to what it reads"
+                "a tensor needed by cupyconv's backward pass has been modified by an inplace operation; saved-tensor hooks,"
+                " such as those of torch.utils.checkpoint, do not change what it reads"
             )
         wanted = ctx.needs_input_grad[2:]
         with _stream_of(saved[0]):
@@ -470,7 +472,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
         array = cupy.from_dlpack(tensor)
     else:
-        raise TypeError(f"a tensor on {tensor.device}: needed one on the CPU or a CUDA device")
+        raise TypeError(f"a tensor is on {tensor.device}, needed the CPU or a CUDA device")
     return array.view(dtype_from_name("bfloat16")) if bfloat16 else array
 
 

@@ -264,7 +264,7 @@ class PixelLoop(BlockLoop):
         prologue = f" of {self.problem.prologue}" if self.problem.prologue else ""
         sums = "the result" if self.in_place else self.sums_dtype
         blocks = block_words(self.blocks, self.block, "n, d, h, w", self.threads)
-        return f"loop     {self.name}{prologue}, sums in {sums}: {blocks}"
+        return f"loop     {self.name}{prologue}, accumulates in {sums}: {blocks}"
 
 
 # --- how a result is cut --------------------------------------------------------------------------------------

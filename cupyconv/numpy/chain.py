@@ -58,7 +58,7 @@ def plan_chain(problem: ChainProblem) -> Plan:
     unfused = _unfused(problem)
     if unfused.seconds * (1 if unfused.fits else BEYOND_LIMIT) <= fused.seconds:
         return replace(unfused.plan, rejected=(("fused", fused.plan.how),))
-    why_not = f"{unfused.plan.price}, and the images between layers are {problem.intermediate_bytes:,} bytes"
+    why_not = f"{unfused.plan.price}, and the intermediate images take {problem.intermediate_bytes:,} bytes"
     return replace(fused.plan, rejected=(("unfused", why_not),))
 
 
@@ -66,7 +66,7 @@ def _fused(problem: ChainProblem) -> _Way:
     """Plan tiles that go through all layers."""
     loop, sizes, seconds = plan_fused(problem)
     samples, rows = loop.tile
-    reason = f"tiles of {counted(samples, 'sample')} x {counted(rows, 'row')} go through all layers"
+    reason = f"tiles of {counted(samples, 'sample')} x {counted(rows, 'row')} through all layers"
     return _Way(_planned(problem, "fused", reason, loop, sizes, seconds), seconds)
 
 
@@ -218,7 +218,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
     between = _slot_bytes(_of_samples(problem.layers, samples))
     limit = problem.limit - sum(between) * beside_images
     if limit < 0:
-        raise NotApplicable("the images between layers pass the limit")
+        raise NotApplicable("the intermediate images exceed the workspace limit")
     counts = [samples, problem.layers[-1].geometry.batch % samples]
     plans = tuple(
         tuple(plan_conv(replace(layer, workspace_limit=limit)) for layer in _of_samples(problem.layers, count))
@@ -232,7 +232,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
     if not beside_images:
         size, limit = sum(between), problem.limit
         notes = (
-            f"the images between layers take {size:,} bytes for one sample, beyond the workspace limit of {limit:,}",
+            f"the intermediate images need {size:,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
     plan = _planned(problem, "unfused", "one layer after the other", loop, sizes, loop.seconds, notes)
     return _Way(plan, loop.seconds, beside_images)

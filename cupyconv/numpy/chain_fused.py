@@ -164,10 +164,10 @@ class _Draft(NamedTuple):
 def plan_fused(problem: ChainProblem) -> Fused:
     """Plan the tiles with the least estimated time; NotApplicable if there are none, or if none fits the limit."""
     if len(problem.layers) == 1:
-        raise NotApplicable("a single layer has no neighbour")
+        raise NotApplicable("the chain has a single layer")
     for i, layer in enumerate(problem.layers):
         if layer.geometry.padding_mode != "constant":
-            raise NotApplicable(f"layer {i} is padded by {layer.geometry.padding_mode!r}")
+            raise NotApplicable(f"layer {i} has padding_mode={layer.geometry.padding_mode!r}, not 'constant'")
     refusals: list[str] = []
     drafts: list[_Draft] = []
     more: list[Iterator[_Draft]] = []
@@ -308,7 +308,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     ]
     unlike = [{part[i].geometry: part[i] for part in parts if part[i].outputs} for i in range(len(layers))]
     if sum(map(len, unlike)) > _MOST_PARTS * len(layers):
-        raise NotApplicable(f"tiles have more than {_MOST_PARTS} kinds of parts for each layer")
+        raise NotApplicable(f"tiles have more than {_MOST_PARTS} kinds of parts per layer")
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []

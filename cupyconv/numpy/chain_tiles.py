@@ -78,7 +78,7 @@ def tiles_to_plan(
         for begin, end in _rows_at_ends(layers, axis):
             first, last = (min(max((row - rows.start) // step, -2), count + 1) for row in (begin, end))
             if last - first > _PLANNED_TILES:
-                raise NotApplicable(f"windows at the ends of an image reach over more than {_PLANNED_TILES} tiles")
+                raise NotApplicable(f"windows at the borders of an image extend over more than {_PLANNED_TILES} tiles")
             near.update(range(first, last + 1))
         numbers = sorted({n for i in near for n in range(i - 2, i + 3) if 0 <= n < count})
     before = -1

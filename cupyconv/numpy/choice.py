@@ -37,8 +37,8 @@ LONG_LOOP = 0.5
 
 #: Why a method exists only on a GPU, or only for a convolution.
 ELSEWHERE = {
-    "implicit_gemm": "it is CUDA's: BLAS reads matrices, so on NumPy columns are written, block by block (method 'gemm')",
-    "winograd": "it is for what is gathered as a convolution; this is scattered",
+    "implicit_gemm": "not supported on NumPy; BLAS reads matrices, so method 'gemm' writes columns block by block",
+    "winograd": "only for results computed as a convolution of x; here, products are added to the result",
 }
 
 
@@ -59,11 +59,11 @@ def winograd_refusal(problem: ProductsProblem) -> str:
     """Return why Winograd's method cannot solve a problem; empty if it can."""
     geometry = problem.geometry
     if not problem.allow_winograd:
-        return "options(allow_winograd=False) forbids it"
+        return "forbidden by options(allow_winograd=False)"
     if not problem.x_dtype == problem.factor_dtype == problem.dtype == "float32":
-        return "it is for float32: in other dtypes its rounding errors or its products cost too much"
+        return "only for float32; in other dtypes, its rounding errors are too large or its products too slow"
     if geometry.stride != (1, 1, 1) or geometry.taps == 1 or max(geometry.kernel) > cost.MOST_TAPS:
-        return f"it is for stride 1, and kernels of 2 to {cost.MOST_TAPS} taps along some axes and 1 along the others"
+        return f"only for stride 1, and kernels of 2 to {cost.MOST_TAPS} taps along some axes and 1 along the others"
     return ""
 
 
@@ -75,9 +75,9 @@ def fft_unasked(problem: ProductsProblem) -> str:
     """
     geometry = problem.geometry
     if geometry.products < FEW_PRODUCTS:
-        return f"larger rounding errors: below {FEW_PRODUCTS:,} products it is taken where it is named"
+        return f"larger rounding errors; with fewer than {FEW_PRODUCTS:,} multiply-adds, used only if method='fft'"
     if geometry.pixels < cost.SHORTEST:
-        return f"larger rounding errors: of fewer than {cost.SHORTEST} pixels it is taken where it is named"
+        return f"larger rounding errors; with fewer than {cost.SHORTEST} pixels, used only if method='fft'"
     return ""
 
 
@@ -103,7 +103,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     best: Draft | None = None
     for name in to_try:
         if best and least[name] >= best.seconds:
-            why_not[name] = f"more than {cost.by_model(least[name])}"
+            why_not[name] = f"{cost.by_model(least[name])} or more"
             continue
         try:
             draft = _with_room(problem, name, methods[name].ways, best.seconds if best else inf)
@@ -179,7 +179,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         if best is not None and (host.threads <= 1 or not to_try):
             return best
         if host.threads <= 1:
-            raise NotApplicable.of_the_least(refusals or [(inf, "there is no way to do it")])
+            raise NotApplicable.of_the_least(refusals or [(inf, "no implementation applies")])
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 
@@ -200,4 +200,4 @@ def by_another(problem: ProductsProblem, plan: Plan, steps: Sequence[NumpyStep],
 def long_loop(steps: Sequence[NumpyStep]) -> tuple[str, ...]:
     """Return a note if the loops' Python calls alone take long, whatever they compute."""
     turns, seconds = sum(step.turns for step in steps), sum(step.calls for step in steps) * cost.CALL
-    return (f"a loop in Python of {turns:,} turns: about {seconds:,.1f} s",) if seconds >= LONG_LOOP else ()
+    return (f"a Python loop of {turns:,} iterations: about {seconds:,.1f} s",) if seconds >= LONG_LOOP else ()

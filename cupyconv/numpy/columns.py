@@ -48,7 +48,7 @@ class ColumnsStep(NumpyStep):
     def __str__(self) -> str:
         windows, dtype = self.problem.windows, accumulator(self.problem.columns.dtype)
         blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", ALONE.threads)
-        return f"loop     {self.problem.operation}, sums in {dtype}: {blocks}"
+        return f"loop     {self.problem.operation}, accumulates in {dtype}: {blocks}"
 
 
 class Im2col(ColumnsStep):

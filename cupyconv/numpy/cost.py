@@ -135,7 +135,7 @@ def by_model(seconds: float) -> str:
     rounded = float(f"{seconds:.1e}")
     unit, name = next((unit for unit in _UNITS if rounded >= unit[0]), _UNITS[-1])
     value = rounded / unit
-    return f"{value:,.{0 if value >= 9.95 else 1}f} {name} by the model"
+    return f"estimated {value:,.{0 if value >= 9.95 else 1}f} {name}"
 
 
 def multiply_adds(problem: ProductsProblem) -> float:

@@ -72,7 +72,7 @@ class ScaledPixels(ScaledLoop):
     """
 
     name = "scaled pixels"
-    words = "each tap's pixels times its weights, channels last"
+    words = "each tap's pixels times its weights, channels-last"
     smallest = 1
     last = True
 
@@ -168,7 +168,7 @@ class ScaledRuns(ScaledLoop):
     """Multiply each tap's run of the tile by a number, and drop the results between rows."""
 
     name = "scaled runs"
-    words = "each tap's run of elements scaled"
+    words = "each tap's contiguous elements times its weight"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -258,7 +258,7 @@ class ScaledTaps(ScaledLoop):
     """Multiply the columns that taps share by one number per channel and tap."""
 
     name = "scaled taps"
-    words = "columns that {taps} taps share, scaled"
+    words = "columns shared by {taps} taps, times their weights"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -266,7 +266,7 @@ class ScaledTaps(ScaledLoop):
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element scaled"
+        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element times its weight"
 
     @property
     def scaled_work(self) -> float:

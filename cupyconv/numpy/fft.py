@@ -265,8 +265,8 @@ class Fft(ConvLoop):
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
-        again = "computed again from its windows" if self.computes_again else "left so, all of it"
-        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
+        again = "recomputed from their windows" if self.computes_again else "not recomputed and fill their whole tile"
+        return f"{super().__str__()}, tiles of {shown}; non-finite results are {again}"
 
     # Computation.
 
@@ -422,7 +422,7 @@ class FftShares(Fft):
     def __str__(self) -> str:
         groups, outputs = self.first.geometry.groups, self.first.geometry.group_outputs
         each = counted(groups, "group") if groups > 1 else counted(outputs, "output")
-        return f"{self.first}; for each of {self.count:,} shares of {each}"
+        return f"{self.first}; repeated for {self.count:,} shares of {each}"
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
         whole, first = self.geometry, self.first.geometry

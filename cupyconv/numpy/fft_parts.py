@@ -130,7 +130,7 @@ class FftParts(Fft):
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.taps)))
-        return f"{super().__str__()}; parts of {shown} taps"
+        return f"{super().__str__()}; kernel in parts of {shown} taps"
 
     # Computation.
 

@@ -94,7 +94,7 @@ class ScatteredFft(ScatteredLoop):
     """Compute the contribution of a run of pixels to all elements by a product of spectra."""
 
     name: ClassVar[str] = "FFT"
-    words: ClassVar[str] = f"products of spectra, added; {ERRORS}"
+    words: ClassVar[str] = f"products of spectra, added to the result; {ERRORS}"
 
     problem: TransposedProblem
 
@@ -184,8 +184,8 @@ class ScatteredFft(ScatteredLoop):
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
-        again = "computed again tap by tap" if self.computes_again else "left so, all of it"
-        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
+        again = "recomputed tap by tap" if self.computes_again else "not recomputed and fill their whole tile"
+        return f"{super().__str__()}, tiles of {shown}; non-finite results are {again}"
 
     # Computation.
 

@@ -167,11 +167,11 @@ class GradientFft(WeightGradientLoop):
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
-        again = "computed again from its windows" if self.computes_again else "left so, all of it"
+        again = "recomputed from their windows" if self.computes_again else "not recomputed and fill their whole tile"
         parts = ""
         if self.taps != self.geometry.kernel:
-            parts = f"; parts of {' x '.join(map(str, self.geometry.spatial(self.taps)))} taps"
-        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}{parts}"
+            parts = f"; kernel in parts of {' x '.join(map(str, self.geometry.spatial(self.taps)))} taps"
+        return f"{super().__str__()}, tiles of {shown}; non-finite results are {again}{parts}"
 
     # Computation.
 

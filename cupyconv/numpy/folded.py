@@ -63,7 +63,9 @@ class Border(NumpyStep):
 
     def __str__(self) -> str:
         extents = " x ".join(str(len(along)) for along in self.box)
-        lines = [f"border   {extents} (d, h, w), folded onto the image by {self.problem.geometry.padding_mode!r}"]
+        lines = [
+            f"border   {extents} (d, h, w), added onto the image (padding_mode {self.problem.geometry.padding_mode!r})"
+        ]
         return "\n".join(lines + [f"  {loop}" for loop in self.loops])
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -117,9 +119,9 @@ def plan_folded(problem: TransposedProblem) -> Plan:
     sizes = list(zip(geometry.before, geometry.size, geometry.after))
     padded = prod(map(sum, sizes))
     if padded > MOST_PADDED * prod(geometry.size) or any(max(before, after) >= size for before, size, after in sizes):
-        raise NotApplicable("borders are as large as the image")
+        raise NotApplicable("the borders are as large as the image")
     if problem.dtype != accumulator(problem.dtype):
-        raise NotApplicable("a sum of two roundings")
+        raise NotApplicable("the sums would be rounded twice")
     image = plan_gathered(replace(problem, geometry=replace(geometry, padding_mode="constant")))
     steps, beside, workspace = list(image.steps), 0, image.workspace_bytes
     for box in _borders(geometry):
@@ -129,7 +131,7 @@ def plan_folded(problem: TransposedProblem) -> Plan:
         )
         nbytes = sum(out.nbytes for out in outs)
         if nbytes > problem.limit // 2:
-            raise NotApplicable("borders do not fit the workspace limit")
+            raise NotApplicable("the borders do not fit the workspace limit")
         part = replace(problem, geometry=_part(geometry, box), outs=outs, workspace_limit=problem.limit - 2 * nbytes)
         if problem.method == "winograd":
             part = replace(part, method="auto")  # Winograd's method is not for strips
@@ -142,7 +144,7 @@ def plan_folded(problem: TransposedProblem) -> Plan:
         image,
         problem=problem.title,
         steps=tuple(steps),
-        reason=f"{image.reason}, borders apart",
+        reason=f"{image.reason}, borders computed separately",
         price=cost.by_model(seconds_of(steps)),
         workspace=(Buffer("borders", beside), Buffer("blocks", workspace - beside)),
     )

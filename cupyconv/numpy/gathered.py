@@ -89,8 +89,8 @@ class GatheredLoop(GatheringStep):
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps) * is_reached(self.phases)) for axis in self.phases)
         stride = self.problem.geometry.stride
-        every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
-        return f"{self.convolution}, gathered from {taps} taps{every}"
+        every = f", written with stride {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
+        return f"{self.convolution}, {taps} taps{every}"
 
     #: Whether x is also multiplied by zeros.
     has_zero_taps = False
@@ -177,7 +177,7 @@ class Zeros(NumpyStep):
         return cost.copied(elements, elements, self.problem.dtype) + self.calls * cost.CALL
 
     def __str__(self) -> str:
-        return "fill     zeros, where no tap reaches"
+        return "fill     zeros where no tap contributes"
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         for out in self.problem.outs:
@@ -187,9 +187,9 @@ class Zeros(NumpyStep):
 def check_gathers(problem: TransposedProblem) -> None:
     """Raise NotApplicable if the results are no convolutions of x."""
     if problem.geometry.padding_mode != "constant" or not problem.weight_is_finite:
-        raise NotApplicable("products are added where the kernel reaches")
+        raise NotApplicable("only for padding_mode 'constant' and a finite weight")
     if problem.geometry.groups > 1 and len(problem.outs) > 1:
-        raise NotApplicable("several results of a grouped convolution")
+        raise NotApplicable("not supported for several results of a grouped convolution")
 
 
 def plan_gathered(problem: TransposedProblem) -> Plan:
@@ -198,7 +198,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     phases = phases_of(geometry)
     check_gathers(problem)
     if len(phases) > MOST_PARTS:
-        raise NotApplicable("it falls apart into many convolutions")
+        raise NotApplicable("it needs too many convolutions")
     if not phases or not problem.outs:
         raise NotApplicable("the result is empty")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
@@ -230,7 +230,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     if kept <= min(KEPT_MEMORY, max(blocks, problem.limit_with(weight) - weight)):
         steps = [replace(step, keeps=True) if isinstance(step, GatheredLoop) else step for step in steps]
         blocks = max(blocks, kept)
-    of = ", of its largest part" * (len(plans) > 1)
+    of = " (largest convolution)" * (len(plans) > 1)
     sizes = {"weight": weight, "blocks": blocks}
     return by_another(
         problem,
@@ -238,5 +238,5 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         steps,
         sizes=sizes,
         rejected=tuple((name, f"{why}{of}") for name, why in largest.rejected),
-        reason=f"gathered{f' in {len(plans)} parts' if of else ''}, {largest.reason}",
+        reason=f"{f'{len(plans)} convolutions' if of else 'a convolution'} of x, {largest.reason}",
     )

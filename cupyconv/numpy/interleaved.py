@@ -37,7 +37,7 @@ MOST_OUTPUTS = 16
 #: Most products, as a multiple of the products that are needed.
 MOST_ZEROS = 2.5
 #: Why the method "fft" does not compute phases as outputs of one convolution.
-NO_TRANSFORMS = "transforms do not write their results phase by phase"
+NO_TRANSFORMS = "not supported with the phases as outputs of one convolution"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class InterleavedLoop(GatheringStep):
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps)) for axis in self.joint)
         stride = " x ".join(map(str, self.problem.geometry.stride))
-        return f"{self.convolution}, gathered from {taps} taps, {self.count} phases of {stride} as outputs"
+        return f"{self.convolution}, {taps} taps, {self.count} phases as outputs, written with stride {stride}"
 
     @cached_property
     def count(self) -> int:
@@ -136,7 +136,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
         raise NotApplicable(NO_TRANSFORMS)
     count = prod(map(min, geometry.stride, geometry.size))
     if not 1 < count <= MOST_OUTPUTS or not problem.outs:
-        raise NotApplicable("it has one phase, or too many")
+        raise NotApplicable("it has one phase or too many")
     together = [joint_phase(*along) for along in zip(phases_along(geometry), geometry.out_size, geometry.stride)]
     joint, phases = tuple(axis for axis, _ in together), tuple(tuple(own) for _, own in together)
     taps = tuple(len(axis.taps) for axis in joint)
@@ -161,7 +161,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
             steps.append(InterleavedLoop(problem, loop, out.name, first, phases, joint))
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": nbytes, "blocks": max(plan.workspace_bytes for plan in plans)}
-    reason = f"gathered, {count} phases as outputs, {largest.reason}"
+    reason = f"a convolution of x with {count} phases as outputs, {largest.reason}"
     # The inner convolution only reports that its options forbid transforms.
     why = {"fft": NO_TRANSFORMS} if problem.allow_fft else {}
     rejected = tuple((method, why.get(method, said)) for method, said in largest.rejected)

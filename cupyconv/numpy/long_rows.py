@@ -80,7 +80,7 @@ class LongRows(ConvLoop):
     """One product per row of a band, which covers the columns of all samples and bands."""
 
     name = "long MEC rows"
-    words = "columns that {taps} taps share, and a product for each row of all samples and bands"
+    words = "columns shared by {taps} taps, one matrix product per row of all samples and bands"
     thread_bytes = PART
     turn_calls = 18
 

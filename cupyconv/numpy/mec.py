@@ -163,7 +163,7 @@ class MecRows(ConvLoop):
 
     name = "MEC rows"
     prepares_late = True
-    words = "columns that {taps} taps share, and a product for each row"
+    words = "columns shared by {taps} taps, one matrix product per row"
     turn_calls = 10
     beside_others = cost.PRODUCTS_BESIDE
 
@@ -286,7 +286,7 @@ class MecRows(ConvLoop):
         """Return a loop with blocks of all rows and a part of each; if these do not fit the limit, of fewer rows."""
         geometry, axis = problem.geometry, problem.geometry.outermost
         if axis == 2 or geometry.out_size[axis] == 1:
-            raise NotApplicable("rows have no parts")
+            raise NotApplicable("rows cannot be divided")
         rows, extent, inner = geometry.out_size[axis], geometry.out_size[axis + 1], geometry.out_size[axis + 2 :]
         count = -(-cls.sharers(problem) // (geometry.batch or 1))
         while True:

@@ -25,7 +25,7 @@ from cupyconv.problem.plan import Plan, counted
 from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentProblem
 
 #: Why the other method exists only on a GPU.
-NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
+NO_PERSISTENT = "not supported on NumPy; it keeps the recurrent weight in the multiprocessors of a GPU between steps"
 #: Most bytes of memory that a layer reuses from call to call.  To allocate it, touch it first and cut it into steps
 #: takes a tenth of the time of 100 steps of 128 units.
 KEPT_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def plan_recurrent(problem: RecurrentProblem) -> Plan:
         () if empty else (step,),
         sizes,
         method="step",
-        reason="the inputs of many steps in one product, then step by step",
+        reason="one product for the inputs of many steps, then step by step",
         bytes_moved=problem.minimal_bytes,
         rejected=(("persistent", NO_PERSISTENT),),
     )
@@ -100,16 +100,20 @@ class RecurrentStep(NumpyStep):
         samples, gates = min(self.samples, geometry.batch), geometry.gates * geometry.hidden
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
         apart = f"one input product {self.chunk * samples} x {geometry.inputs} x {gates}, then per step"
-        apart += f" {counted(products, 'product')} of the state and all gates"
-        joined = f"per step one product {gates} x {geometry.hidden + geometry.inputs} x {samples} of state and inputs, and all gates"
+        apart += f" {counted(products, 'product')} of the state, then all gates"
+        joined = f"per step one product {gates} x {geometry.hidden + geometry.inputs} x {samples} of state and inputs, then all gates"
         return (
-            f"loop     {geometry.cell} in {self.dtype}, {counted(geometry.directions, 'direction')} of {counted(parts, 'part')}"
-            f" of {counted(self.samples, 'sample')} and {counted(chunks, 'chunk')} of {counted(self.chunk, 'step')}"
-            f" on {counted(self.threads, 'thread')}: "
+            f"loop     {geometry.cell} in {self.dtype}: {counted(geometry.directions, 'direction')}, {counted(parts, 'part')}"
+            f" of {counted(self.samples, 'sample')}, {counted(chunks, 'chunk')} of {counted(self.chunk, 'step')}"
+            f" on {counted(self.threads, 'thread')}; "
             + (joined if self.joined else apart)
-            + "; inputs ahead in another thread" * bool(self.ahead)
-            + "; weights folded" * self.folded
-            + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
+            + "; next inputs in another thread" * bool(self.ahead)
+            + "; slopes and biases folded into the weights" * self.folded
+            + (
+                f"; weights in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows"
+                if any(self.blocks)
+                else ""
+            )
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 

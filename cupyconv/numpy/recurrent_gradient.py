@@ -43,7 +43,7 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
         (step,),
         sizes,
         method="step",
-        reason="activations and their derivatives of many steps at once, then back step by step",
+        reason="activations and derivatives of many steps at once, then backward step by step",
     )
 
 
@@ -65,8 +65,8 @@ class RecurrentGradientStep(NumpyStep):
         geometry, dtype = self.problem.geometry, self.problem.dtype
         runs = -(-geometry.steps // max(1, self.run_steps))
         return (
-            f"loop     back through {geometry.cell} in {dtype}, {counted(geometry.directions, 'direction')} of {counted(runs, 'run')}"
-            f" of {counted(self.run_steps, 'step')} x {counted(self.samples, 'sample')}: derivatives, then each step's product, then products of all"
+            f"loop     backward {geometry.cell} in {dtype}: {counted(geometry.directions, 'direction')}, {counted(runs, 'run')}"
+            f" of {counted(self.run_steps, 'step')} x {counted(self.samples, 'sample')}; derivatives, then one product per step, then products of a whole run"
         )
 
     def run(self, arrays: Mapping[str, Any]) -> None:

@@ -162,7 +162,7 @@ class ScatteredLoop(BlockLoop):
         samples, *run = self.block
         sums = "the results" if self.in_place else self.sums_dtype
         return (
-            f"loop     {self.name}, sums in {sums}: {counted(self.blocks, 'block')} of {counted(samples, 'sample')}"
+            f"loop     {self.name}, accumulates in {sums}: {counted(self.blocks, 'block')} of {counted(samples, 'sample')}"
             f" x {counted(self.channels, 'channel')}, runs of {' x '.join(map(str, run))} (d, h, w), on {counted(self.threads, 'thread')}"
         )
 

@@ -59,7 +59,7 @@ class Shifts(ConvLoop):
     """Columns of some groups, copied in long runs, and their products."""
 
     name = "shifted columns"
-    words = "columns as shifts of the image, and products"
+    words = "columns copied as shifts of the image, and matrix products"
     beside_others = cost.PRODUCTS_BESIDE
 
     @classmethod

@@ -128,7 +128,7 @@ class ScatteredView(ScatteredLoop):
     """Compute each result as one product: a 1x1 kernel, and matrices that BLAS accesses in place."""
 
     name = "view"
-    words = "products written where the results lie"
+    words = "matrix products written to the results in place"
     kept = 0
 
     @property
@@ -160,7 +160,7 @@ class ScatteredColumns(ScatteredLoop):
     """Compute one product for all taps, and add its columns."""
 
     name = "columns"
-    words = "products and columns"
+    words = "matrix products, whose columns are added (col2im)"
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:

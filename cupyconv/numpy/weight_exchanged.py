@@ -61,7 +61,7 @@ class ExchangedLoops(NumpyStep):
         return seconds_of(self.loops) + CALLS * cost.CALL
 
     def __str__(self) -> str:
-        return "\n".join(f"{loop}, x and the gradient exchanged" for loop in self.loops)
+        return "\n".join(f"{loop}, roles of x and the gradient exchanged" for loop in self.loops)
 
     @cached_property
     def _others(self) -> tuple[NumpyStep, ...]:
@@ -112,7 +112,7 @@ def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
         and all(size >= gap for size, gap in zip(geometry.size, geometry.dilation))
     )
     if not is_like or geometry.group_channels < FEWER * geometry.group_outputs or not problem.out.nbytes:
-        raise NotApplicable("nothing is gained by it")
+        raise NotApplicable("exchanging x and the gradient is not possible or gains nothing")
     (x,) = problem.xs
     shape = (geometry.in_channels, geometry.group_outputs, *geometry.kernel)
     exchanged = replace(
@@ -140,6 +140,6 @@ def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
         problem,
         plan,
         [step],
-        reason=f"x and the gradient exchanged, {plan.reason}",
+        reason=f"roles of x and the gradient exchanged, {plan.reason}",
         workspace=(*plan.workspace, Buffer("exchanged", problem.out.nbytes)),
     )

@@ -74,7 +74,7 @@ class GradientView(WeightGradientLoop):
     """Products read the inputs in place as columns: the kernel has one tap, and pixels or channels are contiguous."""
 
     name = "view"
-    words = "products of the inputs where they lie"
+    words = "matrix products on the inputs in place"
     turn_calls = 4
     columns_bytes = 0
 
@@ -106,7 +106,7 @@ class GradientMecProducts(WeightGradientLoop):
     """One product per tap of the kernel's outermost axis, over columns that these taps share, some groups at a time."""
 
     name = "MEC columns"
-    words = "columns that {taps} taps share, and products"
+    words = "columns shared by {taps} taps, and matrix products"
     shares_columns = True
     products_are_summed = False  # a tap's sums are not contiguous
 
@@ -172,7 +172,7 @@ class GradientColumns(WeightGradientLoop):
     """Copies all windows of a block to columns."""
 
     name = "columns"
-    words = "columns and products"
+    words = "columns (im2col) and matrix products"
     turn_calls = 8
 
     @classmethod

@@ -98,7 +98,7 @@ class TiledLoop(PixelLoop):
     def reason(cls, geometry: ConvGeometry) -> str:
         sides = [cost.tile_outputs(geometry.kernel[axis]) for axis in tiled_axes(geometry)]
         pixels = "x".join(map(str, sides))
-        return f"{products_of(geometry)} products for a tile of {pixels} pixels, where columns take {prod(sides) * geometry.taps}"
+        return f"{products_of(geometry)} products per tile of {pixels} pixels instead of {prod(sides) * geometry.taps}"
 
     @classmethod
     def applies(cls, problem: Any) -> bool:

@@ -148,7 +148,7 @@ def check_col2im(
     if columns.ndim not in (2, 3):
         given_shape = tuple(columns.shape)
         raise ValueError(
-            f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given_shape}"
+            f"columns must have shape (N, C * prod(kernel_shape), pixels), with or without N; given {given_shape}"
         )
     given_sizes = spatial_shape if isinstance(spatial_shape, (tuple, list)) else (spatial_shape,)
     spatial = per_axis("spatial_shape", tuple(given_sizes), len(given_sizes), 0)
@@ -160,7 +160,7 @@ def check_col2im(
     windows = window_geometry({"spatial_shape": one_channel}, kernel_shape, batched=batched, **settings)
     if rows % windows.taps or pixels != windows.pixels:
         raise ValueError(
-            f"columns of shape {tuple(columns.shape)} do not fit: needed a multiple of {windows.taps} rows (taps)"
+            f"columns of shape {tuple(columns.shape)} do not fit: needed are a multiple of {windows.taps} rows (taps)"
             f" and {windows.pixels} pixels for spatial_shape {spatial}"
         )
     windows = replace(windows, channels=(rows // windows.taps,))

@@ -315,7 +315,7 @@ def conv_problem(
     prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation, layer)
     if prologue.activation and dtype.kind == "c":
         raise TypeError(
-            f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
+            f"prologue activation {prologue.activation} is not defined for the complex result, {dtype.name}"
         )
     result = axes.result(out, shape, dtype, images.values(), may_alias=residual)
     keeps_pre = saving and resolved and not derivative_from_result(resolved)

@@ -242,7 +242,9 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("layers is an empty sequence, needed at least one ConvLayer")
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
-            raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
+            raise TypeError(
+                f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: use ConvLayer(weight, ...)"
+            )
     apart = [_apart(layer) for layer in layers]
     weights, optional, said = zip(*apart)
     unpacked = {**arguments, "weights": list(weights)}

@@ -97,7 +97,7 @@ def check_conv_grad_input(
     needed = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
     if tuple(grad.shape) != needed:
         raise ValueError(
-            f"grad has shape {tuple(grad.shape)}, needed {needed}: that of conv's result for input_shape {input_shape}"
+            f"grad has shape {tuple(grad.shape)}, needed {needed}, the shape of conv's result for input_shape {input_shape}"
         )
     outs = {name.replace("input_shape", "out"): shape for name, shape in shapes.items()}
     return checked_adjoint("conv_grad_input", arguments, axes, ["grad"], geometry, outs, method, listed)
@@ -109,7 +109,7 @@ CONV_GRAD_INPUT = Operation(conv_grad_input, check_conv_grad_input, ("grad", "we
 def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Return the shape of each input by name, and whether the shapes were given as a list."""
     if not isinstance(input_shape, (tuple, list)):
-        given = "an array: its shape is needed" if hasattr(input_shape, "shape") else repr(input_shape)
+        given = "an array: pass its shape" if hasattr(input_shape, "shape") else repr(input_shape)
         raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {given}")
     if not input_shape:
         raise ValueError("input_shape is an empty sequence, needed at least one shape")

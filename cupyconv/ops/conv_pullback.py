@@ -261,10 +261,10 @@ def needed_names(needs: Iterable[str] | None) -> frozenset[str]:
     try:
         names = [needs] if isinstance(needs, str) else list(needs)
     except TypeError:
-        raise TypeError(f"needs must be names of gradients, given {needs!r}") from None
+        raise TypeError(f"needs must be a sequence of gradient names, given {needs!r}") from None
     for name in names:
         if not isinstance(name, str) or name not in ConvGradients._fields:
-            raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
+            raise ValueError(f"unknown gradient {name!r} in needs; known are {', '.join(ConvGradients._fields)}")
     return frozenset(names)
 
 

@@ -50,7 +50,7 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
     'same'
     """
     if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *AUTO_PAD):
-        hint = "; given as bytes: auto_pad.decode()" if isinstance(auto_pad, bytes) else ""
+        hint = "; it is bytes: use auto_pad.decode()" if isinstance(auto_pad, bytes) else ""
         raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(AUTO_PAD)}{hint}")
     try:
         amounts = [padding_amount(pad, "pads") for pad in ([] if pads is None else list(pads))]
@@ -58,7 +58,7 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
         raise TypeError(f"pads must be a sequence of integers, given {pads!r}") from None
     if auto_pad in AUTO_PAD:
         if any(amounts):
-            raise ValueError(f"pads {amounts} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
+            raise ValueError(f"pads {amounts} given together with auto_pad {auto_pad!r}: ONNX allows only one of them")
         return AUTO_PAD[auto_pad]
     if pads is None:
         return 0
@@ -130,7 +130,7 @@ def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Ar
     if not isinstance(op, str) or op not in _ORDER:
         raise ValueError(f"op must be one of {', '.join(_ORDER)}, given {op!r}")
     if P is not None and op != "LSTM":
-        raise ValueError(f"P, peepholes, belongs to an LSTM, given for op {op!r}")
+        raise ValueError(f"P (peepholes) requires op 'LSTM', given op {op!r}")
     backend_for({"W": W, "R": R, **{name: array for name, array in (("B", B), ("P", P)) if array is not None}})
     order, gates = _ORDER[op], GATES[op.lower()]
     if R.ndim != 3 or R.shape[0] not in (1, 2) or R.shape[1] != gates * R.shape[2]:

@@ -206,7 +206,9 @@ def _pullback(x: Any, back: Callable[[Any], Any]) -> Pullback:
         if "x" not in needed_names(needs):
             return ConvGradients()
         if grad is None:
-            raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
+            raise TypeError(
+                "grad must be an array with the shape of the result, or a sequence of such arrays, not None"
+            )
         dx = back(grad)
         gradients = [in_dtype(*one, backend) for one in zip(dx if listed else [dx], x_dtypes, strict=True)]
         return ConvGradients(x=gradients if listed else gradients[0])
@@ -252,7 +254,9 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
     arguments = Arguments.of({**xs, **ys, **grads}, on)
     for (y_name, one_y), (name, one_grad) in zip(ys.items(), grads.items()):
         if tuple(one_grad.shape) != tuple(one_y.shape):
-            raise ValueError(f"{name} has shape {tuple(one_grad.shape)}, needed that of {y_name}, {tuple(one_y.shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(one_grad.shape)}, needed {tuple(one_y.shape)}, the shape of {y_name}"
+            )
         if one_grad.dtype.kind == "c":
             raise TypeError(f"{name} is {one_grad.dtype.name}, {y_name} is {one_y.dtype.name}: both must be real")
     windows, axes = _windows(shapes_of(xs), **settings)
@@ -318,10 +322,10 @@ def _pooling(
     for name, image in inputs.items():
         if image.dtype.kind == "c":
             why = {
-                "the largest": "complex numbers have no order, so none is the largest",
-                "the mean": "average the real and the imaginary parts each by itself",
+                "the largest": "complex numbers have no order, so there is no maximum",
+                "the mean": "average the real and imaginary parts separately",
             }
-            raise TypeError(f"{name} has dtype {image.dtype}, needed a real one: {why[what]}")
+            raise TypeError(f"{name} has dtype {image.dtype}, needed a real dtype: {why[what]}")
     windows, axes = _windows(shapes_of(inputs), **settings)
     spatial = windows.spatial(windows.out_size)
     results = tuple(
@@ -371,7 +375,7 @@ def _as_many(name: str, given: Any, model: str, count: int, listed: bool) -> dic
     if not listed:
         return {name: given}
     if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a sequence, as {model} is, given {type(given).__qualname__}")
+        raise TypeError(f"{name} must be a sequence like {model}, given {type(given).__qualname__}")
     if len(given) != count:
         raise ValueError(f"{name} has {len(given)} arrays, needed {count}, as many as {model}")
     return named_inputs(name, given)

@@ -315,9 +315,9 @@ def check_recurrent(
         array, shape = arguments[name], shapes[role]
         needed = shape[1:] if role in lacking else shape
         if tuple(array.shape) != needed:
-            because = ", as direction is 'bidirectional'" if geometry.directions == 2 and shape[0] == 2 else ""
+            because = " because direction='bidirectional'" if geometry.directions == 2 and shape[0] == 2 else ""
             if role == "bias_ih" and tuple(array.shape)[-1:] == (2 * shape[-1],):
-                because += "; both biases in one array are split by from_onnx_weights"
+                because += "; from_onnx_weights splits an array that holds both biases"
             raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}{because}")
         described[role] = arguments.describe_array(name, shape)
     results = [Result(name, shapes[role][role in lacking :], dtype) for role, name in result_names.items()]
@@ -396,7 +396,7 @@ def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
             continue
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c":
-            raise TypeError(f"{name} has dtype {array.dtype}; recurrent layers are of real numbers")
+            raise TypeError(f"{name} has dtype {array.dtype}; recurrent layers support only real dtypes")
     return Arguments(arrays, backend, on)
 
 
@@ -404,7 +404,9 @@ def _sequence_shape(x_shape: tuple[int, ...], step: bool) -> tuple[int, ...]:
     """Return the numbers of steps, samples and inputs."""
     if len(x_shape) != 3 - step:
         axes = (
-            "(N, I): samples, inputs" if step else "(T, N, I): steps, samples, inputs; one sample alone is x[:, None]"
+            "(N, I): samples, inputs"
+            if step
+            else "(T, N, I): steps, samples, inputs; for a single sample use x[:, None]"
         )
         raise ValueError(f"x has shape {x_shape}, needed {axes}")
     return (1, *x_shape) if step else x_shape
@@ -417,12 +419,12 @@ def _hidden(shape: tuple[int, ...], cell: str, direction: str) -> int:
     hidden = shape[-1] if shape else 0
     if shape != (*lead, gates * hidden, hidden):
         rows = f"{gates} * H" if gates > 1 else "H"
-        needed = f"(2, {rows}, H), as direction is 'bidirectional'" if lead else f"({rows}, H)"
+        needed = f"(2, {rows}, H) because direction='bidirectional'" if lead else f"({rows}, H)"
         hint = ""
         if not lead and shape == (1, gates * hidden, hidden):
-            hint = "; one direction has no axis for directions: weight_hh[0]"
+            hint = "; a single direction has no direction axis: use weight_hh[0]"
         elif len(shape) == 2 and shape[1] == gates * shape[0]:
-            hint = "; its transpose has it: weight_hh.T"
+            hint = "; its transpose has this shape: use weight_hh.T"
         raise ValueError(f"weight_hh has shape {shape}, needed {needed}{hint}")
     return hidden
 
@@ -454,7 +456,9 @@ def _with_out(given: Arrays, roles: Sequence[str]) -> tuple[dict[str, Any], dict
         names = {role: f"out[{i}]" if i else "out" for i, role in enumerate(roles)}
         return (arrays if out is None else {**arrays, "out": out}), names
     if len(out) != len(roles):
-        raise ValueError(f"out must be one array, for the first result, or {len(roles)} of them, given {len(out)}")
+        raise ValueError(
+            f"out must be one array, for the first result, or a sequence of {len(roles)}, given {len(out)}"
+        )
     names = {role: f"out[{i}]" for i, role in enumerate(roles)}
     return {**arrays, **dict(zip(names.values(), out))}, names
 
@@ -477,7 +481,7 @@ def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Acti
             return tuple(tuple(resolve_activation(one, recurrent=True) for one in group) for group in pairs)
     wanted = f"{count} activation" + "s" * (count > 1)
     raise ValueError(
-        f"{name} must be {wanted}{', or a pair of that, one for each direction' * (directions == 2)}; given {given!r}"
+        f"{name} must be {wanted}{', or a pair of these, one for each direction' * (directions == 2)}; given {given!r}"
     )
 
 

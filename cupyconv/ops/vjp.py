@@ -186,5 +186,5 @@ def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, C
         raise TypeError(refusal("vjp", [known.__name__ for known in _WITH_PULLBACK], function, namesake))
     arguments = bound(function, args, kwargs)
     if arguments.get("out") is not None:
-        raise TypeError("vjp takes no out: a pullback may hold the result, so this has memory of its own")
+        raise TypeError("vjp does not support out: the pullback may keep the result, which needs memory of its own")
     return with_pullback(arguments)

@@ -101,11 +101,13 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
         return IDENTITY
     name, *given = activation if isinstance(activation, (tuple, list)) and activation else (activation,)
     if not isinstance(name, str):
-        own = "; apply a function of your own to the result" if callable(name) else ""
+        own = "; apply your own function to the result instead" if callable(name) else ""
         raise TypeError(f"activation must be None, a name or a tuple (name, parameters...), not {activation!r}{own}")
     known = TABLE | RECURRENT_ONLY if recurrent else TABLE
     if name in RECURRENT_ONLY and not recurrent:
-        raise ValueError(f"activation {name!r} belongs to the recurrent functions; here: {', '.join(known)}")
+        raise ValueError(
+            f"activation {name!r} is supported only by the recurrent functions; known here are {', '.join(known)}"
+        )
     if name not in known:
         plain = {one.replace("_", ""): one for one in known}.get(name.replace("_", "").lower())
         hint = f": write {plain!r}" if plain else ""
@@ -115,7 +117,7 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
     if not required <= len(given) <= len(defaults):
         count = f"{required} to {len(defaults)}" if required < len(defaults) else f"{required}"
         raise ValueError(
-            f"activation {name!r} takes {count} parameters, given {len(given)}; with parameters it is a tuple,"
+            f"activation {name!r} takes {count} parameters, given {len(given)}; an activation with parameters is a tuple,"
             f" ({name!r}, ...)"
         )
     values = [as_float(f"a parameter of activation {name!r}", value) for value in given]
@@ -132,4 +134,4 @@ def as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be a number that a float can hold, given {value!r}") from None
+        raise ValueError(f"{name} must be within the range of a float, given {value!r}") from None

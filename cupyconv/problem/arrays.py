@@ -47,7 +47,7 @@ def promote(arrays: Mapping[str, Any]) -> np.dtype:
         return np.result_type(*(array.dtype for array in arrays.values())).newbyteorder("=")
     except TypeError:  # float16 and bfloat16: neither can represent the other
         given = ", ".join(f"{name} ({dtype_name(array.dtype)})" for name, array in arrays.items())
-        raise TypeError(f"no common dtype of {given}; convert one with astype") from None
+        raise TypeError(f"there is no common dtype of {given}; convert one with astype") from None
 
 
 def dtype_from_name(name: str) -> np.dtype:

@@ -211,7 +211,7 @@ class ConvGeometry(Windows):
         merged = f" (merged from {'+'.join(map(str, self.channels))})" if len(self.channels) > 1 else ""
         words = [
             f"conv {self.in_channels}{merged} -> {self.out_channels} channels, kernel {kernel}"
-            f" on {self.batch} x {image}"
+            f" on {self.batch} sample{'s' * (self.batch != 1)} of {image}"
         ]
         for name, value, usual in (("stride", self.stride, 1), ("dilation", self.dilation, 1)):
             if any(v != usual for v in value):
@@ -291,7 +291,9 @@ def transposed_geometry(
             f"weight of shape {weight_shape} takes {in_channels} input channels, given {_counted(shapes, channels)}"
         )
     if min(kernel) < 1 or min(size) < 1:
-        raise ValueError(f"kernel and input must have elements along every axis, given {tuple(kernel)} and {size}")
+        raise ValueError(
+            f"kernel and input must have at least one element along every axis, given {tuple(kernel)} and {size}"
+        )
     stride = per_axis("stride", stride, rank, 1)
     dilation = per_axis("dilation", dilation, rank, 1)
     before, out_size = resolve_transposed_padding(padding, output_padding, output_shape, size, kernel, stride, dilation)
@@ -321,13 +323,13 @@ def window_geometry(
     name, shape = next(iter(shapes.items()))
     rank = len(shape) - 1 - batched
     if not 1 <= rank <= 3:
-        hint = f"; where there is one sample of one channel, {name}[None, None]" if len(shape) in (1, 2) else ""
+        hint = f"; for one sample of one channel, pass {name}[None, None]" if len(shape) in (1, 2) else ""
         raise ValueError(
             f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}{hint}"
         )
     if isinstance(kernel_shape, (tuple, list)) and len(kernel_shape) != rank:
         raise ValueError(
-            f"kernel_shape has {len(kernel_shape)} entries, needed: one int, or {rank} (one per spatial axis of {name},"
+            f"kernel_shape has {len(kernel_shape)} entries, needed one int or {rank} ints (one per spatial axis of {name},"
             f" which has shape {shape}); given {tuple(kernel_shape)}"
         )
     kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
@@ -353,7 +355,7 @@ def weight_gradient_geometry(
         needed = ", ".join(map(str, (*batch, "C_out", *size)))
         name, shape = next(iter(shapes.items()))
         raise ValueError(
-            f"grad has shape {grad_shape}, needed ({needed}): the convolution's result for {name} of shape {shape}"
+            f"grad has shape {grad_shape}, needed ({needed}), the shape of the convolution's result for {name} of shape {shape}"
             f" and kernel {windows.spatial(windows.kernel)}"
         )
     out_channels = grad_shape[batched]
@@ -371,16 +373,16 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     The result does not depend on the order of pixels, so axes beyond three are merged into the first one.
     """
     if len(weight_shape) != 2:
-        raise ValueError(f"weight of linmerge has shape (C_out, sum of C_i), two axes; given {weight_shape}")
+        raise ValueError(f"weight of linmerge must have two axes, (C_out, sum of C_i); given shape {weight_shape}")
     name, shape = next(iter(shapes.items()))
     rank = len(shape) - 2
     if rank < 0:
         raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
     hint, firsts = "", [shape[0] for shape in shapes.values() if shape]
     if sum(firsts) == weight_shape[1] and len({s[1:] for s in shapes.values()}) == 1:
-        hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
+        hint = "; the axis N of samples is missing: for one sample, pass array[None] of shape (1, C, *spatial)"
     elif len(shapes) == weight_shape[1]:
-        hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
+        hint = "; arrays have shape (N, C, *spatial): for one channel of one sample, pass array[None, None]"
     try:
         batch, channels, size = _common_image(shapes, rank, batched=True)
     except ValueError as error:
@@ -402,10 +404,11 @@ def _common_image(
     axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
     for name, shape in shapes.items():
         if len(shape) != rank + 1 + batched:
-            hint = "; a list is merged along the channels, a batch is one array" if len(shapes) > 1 else ""
-            hint += f"; an image without channels is {name}[None]" if len(shape) == rank else ""
+            hint = "; a list is merged along the channels, so pass a batch as one array" if len(shapes) > 1 else ""
+            hint += f"; for an image without channels, pass {name}[None]" if len(shape) == rank else ""
             raise ValueError(
-                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial{hint}"
+                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial"
+                f" {'axis' if rank == 1 else 'axes'}{hint}"
             )
     first, expected = next(iter(shapes.items()))
     for name, shape in shapes.items():
@@ -439,8 +442,8 @@ def _windows(
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
     if padding_mode != "constant" and not isinstance(padding, (str, tuple, list)) and not padding and max(kernel) > 1:
         raise ValueError(
-            f"padding_mode {padding_mode!r} beside padding 0 does nothing: give padding='same' for a result of the size"
-            " of x, or numbers; 'valid' is no padding"
+            f"padding_mode {padding_mode!r} has no effect with padding=0: pass padding='same' for a result of the size of x,"
+            " the padding in numbers, or 'valid' for no padding"
         )
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
     _check_steps(stride=stride, dilation=dilation, padding=before + after, kernel=kernel)
@@ -450,7 +453,7 @@ def _windows(
         beyond = stride[axis] - 1 if ceil_mode else 0
         if span > max(1, padded + beyond):  # one tap on an empty axis gives an empty result
             raise ValueError(
-                f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
+                f"kernel spans {span} elements along spatial axis {axis}, but the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
             )
         if size[axis] == 0 and padding_mode != "constant" and any(pairs[axis]):
@@ -486,7 +489,7 @@ def _triple(values: tuple[int, ...], fill: int) -> Triple:
 
 
 def _weight_axes(shape: tuple[int, ...], needed: str) -> str:
-    hint = "; a kernel alone is kernel[None, None]" if len(shape) in (1, 2) else ""
+    hint = "; for a kernel without channel axes, pass kernel[None, None]" if len(shape) in (1, 2) else ""
     return f"weight has {len(shape)} axes, needed 3 to 5: {needed} with 1 to 3 spatial axes; given shape {shape}{hint}"
 
 
@@ -495,7 +498,7 @@ def _each_channel(weight_shape: tuple[int, ...]) -> str:
     if weight_shape[:2] != (1, 1):
         return ""
     kernel = ", ".join(map(str, weight_shape[2:]))
-    return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+    return f"; to filter each of C channels separately, pass groups=C and a weight of shape (C, 1, {kernel})"
 
 
 def _three_axes_alone(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> str:
@@ -506,7 +509,7 @@ def _three_axes_alone(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple
     axes = min(map(len, shapes.values()))
     if len(weight_shape) != 3 or axes < 3 or (axes == 3 and len(set(weight_shape)) > 1):
         return ""
-    return f"; weight of shape {weight_shape} has 1 spatial axis: a kernel of three, without channels, is weight[None, None]"
+    return f"; weight of shape {weight_shape} has 1 spatial axis; for a kernel of three spatial axes, pass weight[None, None]"
 
 
 def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...], groups: int) -> str:
@@ -518,8 +521,8 @@ def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple
     needed = (groups, 1, *weight_shape[1:])
     axes = f"{rank - 1} spatial {'axis' if rank == 2 else 'axes'}"
     return (
-        f"; weight of shape {weight_shape} has {axes}: a kernel for each of {groups} channels is weight[:, None], of shape"
-        f" {needed}"
+        f"; weight of shape {weight_shape} has {axes}; for a kernel for each of {groups} channels, pass weight[:, None] of"
+        f" shape {needed}"
     )
 
 

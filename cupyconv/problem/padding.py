@@ -25,7 +25,7 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
     if isinstance(value, (tuple, list)):
         if len(value) != rank:
             raise ValueError(
-                f"{name} has {len(value)} entries, needed: one int, or {rank} (one per spatial axis); given {tuple(value)}"
+                f"{name} has {len(value)} entries, needed one int or {rank} ints (one per spatial axis); given {tuple(value)}"
             )
         values = tuple(_int(name, v) for v in value)
     else:
@@ -55,7 +55,9 @@ def resolve_padding(
         amount = padding_amount(padding)
         return ((amount, amount),) * rank
     if len(padding) != rank:
-        raise ValueError(f"padding has {len(padding)} entries for {rank} spatial axes; {_hint(padding, rank)}")
+        raise ValueError(
+            f"padding has {len(padding)} entries for {rank} spatial {'axis' if rank == 1 else 'axes'}; {_hint(padding, rank)}"
+        )
     return tuple(_pair(entry) for entry in padding)
 
 
@@ -84,17 +86,21 @@ def resolve_transposed_padding(
     extra = per_axis("output_padding", output_padding, rank, 0)
     for more, s, d in zip(extra, stride, dilation):
         if more >= max(s, d):
-            raise ValueError(f"output_padding must be less than stride {s} or than dilation {d}, given {more}")
+            raise ValueError(
+                f"output_padding must be less than the larger of stride {s} and dilation {d}, given {more}"
+            )
     same = isinstance(padding, str) and padding in ("same", "same_lower")
     if isinstance(padding, str) and not same and padding != "valid":
-        raise ValueError(f"padding {padding!r} is none of conv_transpose's: valid, same, same_lower, or numbers")
+        raise ValueError(
+            f"padding of conv_transpose must be 'valid', 'same', 'same_lower' or numbers, given {padding!r}"
+        )
     if output_shape is None and not same:
         pairs = resolve_padding(padding, size, kernel, stride, dilation)
         sizes = tuple(full - sum(pair) + more for full, pair, more in zip(covered, pairs, extra))
         if min(sizes) < 1:
             raise ValueError(
-                f"padding {padding!r} leaves nothing: the kernel covers {tuple(covered)} elements, the result would have"
-                f" {sizes}"
+                f"padding {padding!r} removes the whole result: the kernel covers {tuple(covered)} elements, so the result"
+                f" would have size {sizes}"
             )
         return tuple(before for before, _ in pairs), sizes
     if output_shape is None:
@@ -103,8 +109,8 @@ def resolve_transposed_padding(
         sizes = per_axis("output_shape", output_shape, rank, 1)
         if not isinstance(padding, str) and any(map(any, resolve_padding(padding, size, kernel, stride, dilation))):
             raise ValueError(
-                f"output_shape says how much is cut off, and so does padding {padding!r}: give one, or"
-                " 'same' or 'same_lower' for the side that an odd element is cut off"
+                f"output_shape and padding {padding!r} both determine how much is cut off: pass only one of them; with"
+                " output_shape, padding 'same' or 'same_lower' selects the side that loses an odd element"
             )
     # If the total is odd, ONNX cuts the odd element at the end only for SAME_UPPER.
     surplus = [max(0, full + more - n) for full, more, n in zip(covered, extra, sizes)]
@@ -118,17 +124,17 @@ def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence
         return tuple((s - 1, s - 1) for s in span)
     if name == "causal":
         if len(size) != 1:
-            raise ValueError(f"padding 'causal' is for one spatial axis, given {len(size)}")
+            raise ValueError(f"padding 'causal' requires one spatial axis, given {len(size)}")
         return ((span[0] - 1, 0),)
     if name in ("same", "same_lower"):
         # ceil(n / s) outputs: the last one starts at (ceil(n / s) - 1) * s and spans `span` elements.
         totals = [max(0, (-(-n // s) - 1) * s + span_ - n) for n, s, span_ in zip(size, stride, span)]
         pairs = [(total // 2, total - total // 2) for total in totals]
         return tuple(pairs) if name == "same" else tuple((after, before) for before, after in pairs)
-    hint = "; ONNX's auto_pad goes through onnx_padding" if name in AUTO_PAD else ""
+    hint = "; for ONNX's auto_pad, use onnx_padding" if name in AUTO_PAD else ""
     if name in PADDING_MODES or name in FOREIGN_PADDING_MODES:
-        hint = f"; {name!r} is a padding_mode, given beside padding='same' or numbers"
-    raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}{hint}")
+        hint = f"; {name!r} is a padding mode: pass it as padding_mode, together with padding='same' or numbers"
+    raise ValueError(f"unknown padding {name!r}; known are {', '.join(_NAMED)}{hint}")
 
 
 def padding_mode_hint(given: Any) -> str:
@@ -136,9 +142,9 @@ def padding_mode_hint(given: Any) -> str:
     if not isinstance(given, str):
         return ""
     if given in _NAMED:
-        return f"; {given!r} is a padding: padding={given!r}"
+        return f"; {given!r} is a padding: pass padding={given!r}"
     ours = FOREIGN_PADDING_MODES.get(given)
-    return f"; {given!r} of another library is {ours!r} here" if ours else ""
+    return f"; what other libraries call {given!r} is {ours!r} here" if ours else ""
 
 
 def _pair(entry: Any) -> tuple[int, int]:
@@ -146,7 +152,7 @@ def _pair(entry: Any) -> tuple[int, int]:
         amount = padding_amount(entry)
         return amount, amount
     if len(entry) != 2:
-        raise ValueError(f"padding of one axis is an int or a (before, after) pair, given {entry!r}")
+        raise ValueError(f"padding of one axis must be an int or a (before, after) pair, given {entry!r}")
     return padding_amount(entry[0]), padding_amount(entry[1])
 
 
@@ -154,11 +160,11 @@ def _hint(padding: Sequence[Any], rank: int) -> str:
     flat = all(not isinstance(entry, (tuple, list)) for entry in padding)
     if flat and len(padding) == 2 * rank:
         if rank == 1:
-            return f"for one axis with unequal sides write (({padding[0]}, {padding[1]}),)"
-        return "a flat ONNX list goes through onnx_padding(pads)"
+            return f"for one axis with unequal sides, write (({padding[0]}, {padding[1]}),)"
+        return "for a flat ONNX list, use onnx_padding(pads)"
     if flat and len(padding) == 2:
-        return f"a lone pair is ambiguous: write ({tuple(padding)},) * {rank} for that pair on every axis"
-    return "give an int, or one int or one (before, after) pair per spatial axis"
+        return f"a single pair is ambiguous: write ({tuple(padding)},) * {rank} for that pair on every axis"
+    return "pass an int, or one int or (before, after) pair per spatial axis"
 
 
 def padding_amount(value: Any, name: str = "padding") -> int:
@@ -176,5 +182,5 @@ def _int(name: str, value: Any) -> int:
         return index(value)
     except TypeError:
         shape = getattr(value, "shape", ())
-        given = f"an array of shape {shape}: give a tuple" if shape else repr(value)
-        raise TypeError(f"{name} must be made of integers, given {given}") from None
+        given = f"an array of shape {shape}: pass a tuple" if shape else repr(value)
+        raise TypeError(f"{name} accepts only integers, given {given}") from None

@@ -261,7 +261,7 @@ class PrologueGradProblem(ElementwiseGradProblem):
 def _sliding(windows: Windows) -> str:
     """The kernel's size and the images that it slides over, in words."""
     kernel, size = ("x".join(map(str, windows.spatial(triple))) for triple in (windows.kernel, windows.size))
-    return f"kernel {kernel} on {windows.batch} x {size}"
+    return f"kernel {kernel} on {windows.batch} sample{'s' * (windows.batch != 1)} of {size}"
 
 
 def _image(windows: Windows, image: Operand) -> str:

@@ -182,7 +182,7 @@ class Rounds:
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {line}" for line in _listed(self.first))
-        return f"rounds   {self.times:,} x, each of the chunk after\n{lines}"
+        return f"rounds   {self.times:,} x, one per chunk\n{lines}"
 
     @property
     def shape_of_work(self) -> object:
@@ -369,7 +369,7 @@ class Plan:
     Printing a plan gives a page for people; its fields are for programs.  The lines of the page:
 
     =============  =====================================================================================================
-    (the first)    the problem: channels, kernel, samples x spatial size, padding
+    (the first)    the problem: channels, kernel, samples, spatial size, padding
     result         dtype, shape, and memory order (C order, or channels-last)
     method         the chosen method, the processor, and the time that the cost model estimates
     work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or launch
@@ -450,9 +450,9 @@ class Plan:
             f"  result    {self.result}",
             f"  method    {self.method} on {self.backend} ({self.device})" + (f": {self.how}" if self.how else ""),
             f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
-            f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
+            f" (minimum {_bytes(self.minimal_bytes)}); bound by {self.bound}",
             f"  workspace {_bytes(self.workspace_bytes)}"
-            + "".join(f"; {b.name} {_bytes(b.nbytes)}{', kept' * bool(b.of)}" for b in self.workspace),
+            + "".join(f"; {b.name} {_bytes(b.nbytes)}{', cached' * bool(b.of)}" for b in self.workspace),
             "  steps",
         ]
         lines += [f"    {conversion}" for conversion in self.conversions]
@@ -480,7 +480,9 @@ def _listed(steps: tuple[Step, ...]) -> list[str]:
                 lines.append(f"... and {len(run) - len(shown)} more like it")
         if rounds > 1:
             each = sum(map(len, runs[at : at + period]))
-            lines.append(f"... and so on for {rounds - 1} more chunks, {(rounds - 1) * each} steps")
+            lines.append(
+                f"... repeated for {counted(rounds - 1, 'more chunk')} ({counted((rounds - 1) * each, 'step')})"
+            )
         at += period * rounds
     return lines
 

@@ -65,7 +65,7 @@ def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
     """The phases of a result along its three axes; raises NotApplicable if there are too many."""
     count = prod(map(min, geometry.stride, geometry.size))
     if count > MOST_PHASES:
-        raise NotApplicable(f"stride {geometry.stride} makes {count} phases, {MOST_PHASES} are allowed")
+        raise NotApplicable(f"stride {geometry.stride} gives {count} phases, at most {MOST_PHASES} are supported")
     return list(product(*phases_along(geometry)))
 
 
@@ -90,7 +90,7 @@ def joint_phase(phases: list[AxisPhase], pixels: int, stride: int) -> tuple[Axis
     if len(phases) == 1 and phases[0].taps:
         return phases[0], phases
     if not all(phase.taps and phase.dilation == 1 for phase in phases):
-        raise NotApplicable("the windows of its phases are too unlike")
+        raise NotApplicable("its phases have no common window")
     before, taps = max(phase.before for phase in phases), max(len(phase.taps) for phase in phases)
     own = []
     for phase in phases:
@@ -108,7 +108,7 @@ def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProb
     """
     geometry = problem.geometry
     if geometry.padding_mode != "constant":
-        raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several phases together")
+        raise NotApplicable(f"padding_mode {geometry.padding_mode!r} adds elements of several phases together")
     phases = phases_of(geometry)
     return [
         phase_problem(

@@ -18,7 +18,7 @@ from cupyconv.problem.plan import Buffer, Conversion, Plan, Step, counted
 #: Values of ``method=`` for a convolution, its transpose and its gradients.  Not every backend has all of them.
 METHODS = ("direct", "gemm", "implicit_gemm", "winograd", "fft")
 #: The refusal of a method that a backend does not have for an operation.
-NO_SUCH_METHOD = "there is no such method of this operation on this backend"
+NO_SUCH_METHOD = "not supported for this operation on this backend"
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,9 @@ class ProductsProblem(Problem):
     def fft_refusal(self) -> str:
         """Why Fourier transforms cannot solve it on any processor; empty if they can."""
         if not self.allow_fft:
-            return "options(allow_fft=False) forbids it"
+            return "forbidden by options(allow_fft=False)"
         if self.geometry.taps == 1:
-            return "it is for kernels of several taps"
+            return "only for kernels of several taps"
         return ""
 
     @property

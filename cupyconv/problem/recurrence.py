@@ -96,7 +96,7 @@ class RecurrentGeometry:
         return self.gates + (1 if apart else 0) + (3 if peephole else 0)
 
     def __str__(self) -> str:
-        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {counted(self.steps, 'step')} x {self.batch}"
+        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {counted(self.steps, 'step')} x {counted(self.batch, 'sample')}"
 
     @cached_property
     def products(self) -> int:

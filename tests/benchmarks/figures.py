@@ -34,7 +34,7 @@ PLAIN = "numpy"
 #: Entries of a row's `ways` in which SciPy uses Fourier transforms.
 SCIPY_TRANSFORMS = ("fftconvolve", "fftconvolve at once", "oaconvolve")
 
-NO_GPU = "**Never:** no GPU has been measured yet.\n"
+NO_GPU = "No GPU has been measured yet.\n"
 
 
 def layers(record: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def layers(record: dict[str, Any]) -> str:
     names = {case.name for case in ordinary_cases()}
     rows = [row for row in record["cases"] if row["case"]["name"] in names]
     peers = compared(rows)
-    head = ["layer (float32 unless named)", "cupyconv, ms", *map(_shown, peers), "cupyconv, MiB", f"{PLAIN}, MiB"]
+    head = ["layer (float32 unless noted)", "cupyconv, ms", *map(_shown, peers), "cupyconv, MiB", f"{PLAIN}, MiB"]
     lines = [
         [row["case"]["name"], _milliseconds(row), *_cells(ratios(row), peers),
          *(f"{row['ways'][way]['beyond_result'] / 2**20:.1f}" for way in (OURS, PLAIN))]
@@ -58,7 +58,7 @@ def groups(record: dict[str, Any]) -> str:
         [f"{group} ({len(rows)})", *_cells(means(rows), peers), f"{max(ratios(row).get(BEST, 0) for row in rows):.2f}"]
         for group, rows in grouped(record["cases"]).items()
     ]
-    return _table(["group (cases)", *map(_shown, peers), "slowest beside the best"], lines)
+    return _table(["group (cases)", *map(_shown, peers), "worst ratio to best peer"], lines)
 
 
 def every_case(record: dict[str, Any]) -> str:
@@ -172,12 +172,14 @@ def networks_table(record: dict[str, Any]) -> str:
         for name, seconds in record["networks"].items()
     ]  # fmt: skip
     head = [
-        "network, one image", "`load`", "its calls by hand", "node by node, nothing fused", "ONNX Runtime",
+        "network, one image", "`load`", "its calls written by hand", "node by node, nothing fused", "ONNX Runtime",
         "`load` / by hand", "`load` / ONNX Runtime",
     ]  # fmt: skip
     known = record["environment"]
     where = f"{known['machine']}, Python {known['python']}, ONNX Runtime {known['onnxruntime']}, {known['date']}."
-    return f"{_table(head, lines)}\nMedians, each in a process of its own, the least of three. {where}\n"
+    return (
+        f"{_table(head, lines)}\nEach time is the minimum of three medians, each measured in its own process. {where}\n"
+    )
 
 
 def block_table(record: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ from tests.gpu_report.report import share_of_floor
 STATUS_BEGIN, STATUS_END = "<!-- status on GPUs:", "<!-- end of status on GPUs -->"
 
 NEVER = """\
-**Never yet run on a GPU:** the CUDA backend (CuPy device, cuBLAS, cuFFT, kernels, `one_block_merge.cu` of the demo). What is said \
-here of its results, speed and streams is how it was designed, not what was seen.
+**Not yet run on a GPU:** the CUDA backend (CuPy device, cuBLAS, cuFFT, kernels, `one_block_merge.cu` of the demo). Statements \
+here about its results, speed and streams describe the design, not observations.
 """
 
 
@@ -37,8 +37,8 @@ def table(report: Mapping[str, Any]) -> str:
     where = f"**{known['gpu']}**, driver {known['driver']}, CuPy {known['cupy']}, commit {known['commit']}, {known['date']}."
     return "\n".join(
         [
-            f"{where} Tests marked `gpu`: {tests}. A kernel has passed where a small call gave NumPy's result; the share is"
-            " that of the floor which the layers of `python -m cupyconv bench` reach that run it, by their median.",
+            f"{where} Tests marked `gpu`: {tests}. A kernel has passed if a small call gave NumPy's result. The percentage"
+            " is the share of the floor that layers of `python -m cupyconv bench` with this kernel reach (median).",
             "",
             f"| kernel | {' | '.join(ALL)} |",
             f"|---|{'---|' * len(ALL)}",

@@ -11,8 +11,8 @@ WORDS = {
     "FMA": "CUDA cores",
     "MMA": "tensor cores",
     "TF32": "tensor cores, TF32",
-    "TF32X3": "tensor cores, each float32 product as three of TF32",
-    "complex64": "tensor cores, each complex product as three real ones, and these as three of TF32",
+    "TF32X3": "tensor cores, each float32 product as three TF32 products",
+    "complex64": "tensor cores, each complex product as three real products of three TF32 products each",
 }
 
 

@@ -89,7 +89,7 @@ class _Comparison:
         """Return the cheapest pairing; if `fuse` is True, the cheapest of those with the most pairs."""
         if fuse is True and not self.pairs:
             reasons = "; ".join(f"layers {i} and {i + 1}: {reason}" for i, reason in self.refusals.items())
-            raise ValueError(f"fuse=True does not apply: {reasons or 'a single layer has no neighbour'}")
+            raise ValueError(f"fuse=True does not apply: {reasons or 'the chain has a single layer'}")
         #: Entry i is for the first i layers: (layers not in a pair, seconds, parts).
         best: list[tuple[int, float, tuple[_Part, ...]]] = [(0, 0.0, ())]
         for i, single in enumerate(self.single):
@@ -116,7 +116,10 @@ class _Comparison:
             alone = self.single[i : i + 2]
             methods = " and ".join(part.draft.method for part in alone)
             nbytes = 2 * self.layers[i].out.nbytes
-            apart = f"{methods} take {cost.by_model(sum(map(self.seconds, alone)))}, and move {nbytes:,} bytes of layer[{i}]"
+            apart = (
+                f"layers one by one ({methods}): {cost.by_model(sum(map(self.seconds, alone)))},"
+                f" {nbytes:,} bytes of layer[{i}] moved"
+            )
             if i in self.refusals:
                 entries.append((f"fused {name}", self.refusals[i]))
             elif i in taken:
@@ -124,7 +127,7 @@ class _Comparison:
             else:
                 pair = self.pairs[i].draft
                 asked = "fuse=False was asked for; " if fuse is False else ""
-                entries.append((f"fused {name}", f"{asked}{pair.reason}; {pair.cost(self.gpu)}, where {apart}"))
+                entries.append((f"fused {name}", f"{asked}{pair.reason}; {pair.cost(self.gpu)}; {apart}"))
         return tuple(entries)
 
 
@@ -150,7 +153,7 @@ def _draft_layer(layer: ConvProblem) -> Draft:
     if not chosen.steps or not x.nbytes:
         return chosen
     steps, workspace = (_widening(x, wide), *chosen.steps), (buffer, *chosen.workspace)
-    note = f"{x.name} is widened from {x.dtype} to {wide.dtype} in workspace"
+    note = f"{x.name} is converted from {x.dtype} to {wide.dtype} in workspace"
     return replace(chosen, steps=steps, workspace=workspace, notes=(*chosen.notes, note))
 
 
@@ -199,16 +202,18 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
     cut = f", {-(-batch // chunk)} chunks of {counted(chunk, 'sample')}" if chunk < batch else ""
-    notes = joined.notes + tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
+    notes = joined.notes + tuple(
+        f"layer[{i}] reuses the memory of layer[{stored[j]}]" for j, i in enumerate(stored[2:])
+    )
     for part in parts:
         if part.count == 2:
             nbytes = layers[part.first].out.nbytes
             notes += (
-                f"layer[{part.first}] is never stored: {nbytes:,} bytes of workspace, and {2 * nbytes:,} moved, are saved",
+                f"layer[{part.first}] is never stored: saves {nbytes:,} bytes of workspace and {2 * nbytes:,} bytes moved",
             )
     if sum(sizes) > limit:
         notes += (
-            f"the images between layers take {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
+            f"the intermediate images need {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
     words = ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts))
     return replace(

@@ -62,9 +62,9 @@ def channels_last(problem: ConvProblem) -> Moved:
     """Return the problem with its inputs moved, or raise `NotApplicable`."""
     geometry, vector = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if vector < 4:
-        raise NotApplicable("a chunk of 16 bytes is hardly more than an element")
+        raise NotApplicable("a 16-byte chunk has fewer than four elements")
     if geometry.groups > 1 and geometry.group_channels % vector:
-        raise NotApplicable(f"channels of a group are no multiple of {vector}")
+        raise NotApplicable(f"channels of a group are not a multiple of {vector}")
     moved = moved_image("channels_last", problem.xs, problem.limit, problem.gpu, problem.prologue)
     without = replace(
         problem, xs=(moved.image,), geometry=replace(geometry, channels=(geometry.in_channels,)), prologue=NO_PROLOGUE
@@ -79,11 +79,13 @@ def moved_image(
     dtype, itemsize, batch, size = xs[0].dtype, xs[0].itemsize, xs[0].shape[0], xs[0].shape[2:]
     vector, pixels, channels = VECTOR_BYTES // itemsize, xs[0].pixels, sum(x.shape[1] for x in xs)
     if not batch * pixels * channels:
-        raise NotApplicable("nothing is there to be moved")
+        raise NotApplicable("the inputs are empty")
     padded = -(-channels // vector) * vector
     buffer = Buffer(name, batch * pixels * padded * itemsize)
     if buffer.space >= limit:
-        raise NotApplicable(f"the inputs once more take {buffer.nbytes:,} bytes of workspace, the limit is {limit:,}")
+        raise NotApplicable(
+            f"a channels-last copy of the inputs needs {buffer.nbytes:,} bytes of workspace, the limit is {limit:,}"
+        )
     _, height, width = size
     strides = (pixels * padded, 1, height * width * padded, width * padded, padded)
     image = Operand(buffer.name, dtype, (batch, channels, *size), strides)
@@ -107,7 +109,7 @@ def moved_image(
             ("lanes_shift", lanes.bit_length() - 1),
             ("vectorized", int(vector_width(flat, pixels) > 1)),
         ),
-        purpose="channels side by side" + prologue_words(prologue),
+        purpose="copy to channels-last" + prologue_words(prologue),
         bytes_moved=bytes_of(xs) + buffer.nbytes,
     )
     lines = sum(-(-x.nbytes // (x.itemsize * WARP)) * cost.lines_of(x) for x in xs)

@@ -83,7 +83,7 @@ def choose(
 
 
 def _why_not(draft: Draft, gpu: GpuModel) -> str:
-    doubt = f"; it counts as {draft.doubt:g} times as long while no GPU has timed it" if draft.doubt > 1 else ""
+    doubt = f"; counted as {draft.doubt:g} times as long until measured on a GPU" if draft.doubt > 1 else ""
     return f"{draft.cost(gpu)}{doubt}"
 
 
@@ -107,11 +107,11 @@ def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:
     notes = []
     for operand in images:
         if operand.pixels > 1 and operand.pixel_stride is None:
-            notes.append(f"{operand.name}: its pixels have no one stride, so no GEMM can read it in place")
+            notes.append(f"{operand.name}: pixels have no uniform stride, so a GEMM cannot read it in place")
         elif operand.pixels > 1 and operand.pixel_stride != 1 and operand.stride_c != 1:
             notes.append(f"{operand.name}: neither pixels nor channels have unit stride: scalar access")
         elif operand.alignment < VECTOR_BYTES:
             notes.append(f"{operand.name}: not {VECTOR_BYTES}-byte aligned: scalar access")
         elif operand.pixel_stride == 1 and vector_width((operand,), operand.pixels) * operand.itemsize < VECTOR_BYTES:
-            notes.append(f"{operand.name}: its rows are no whole number of {VECTOR_BYTES}-byte vectors: scalar access")
+            notes.append(f"{operand.name}: rows are not a multiple of {VECTOR_BYTES} bytes: scalar access")
     return tuple(notes)

@@ -83,7 +83,7 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
         if drafts:  # drafting all tiles for slower products too would take twice as long
             return drafts
     raise NotApplicable(
-        f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
+        f"both weights and the smallest tiles exceed the {gpu.shared_bytes:,} bytes of shared memory per block"
     )
 
 
@@ -107,7 +107,9 @@ def pair_arithmetics(dtype: str, kinds: tuple[str, str], gpu: GpuModel, allow_tf
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
     dtype = second.out.dtype
     if first.out.dtype != second.x_dtype:
-        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
+        raise NotApplicable(
+            f"the intermediate image is {first.out.dtype}, but the second layer computes in {second.x_dtype}"
+        )
     if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
         raise NotApplicable("there is nothing to sum over")
     for which, layer in (("first", first), ("second", second)):
@@ -116,23 +118,21 @@ def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
         if {layer.x_dtype, layer.weight_dtype, layer.out.dtype} != {dtype}:
             raise NotApplicable("the layers compute in different dtypes")
         if layer.pre is not None or layer.prologue:
-            raise NotApplicable(f"the {which} layer has a prologue, or keeps its pre-activation")
+            raise NotApplicable(f"the {which} layer has a prologue or stores its pre-activation")
     if is_complex(dtype):
         raise NotApplicable("no kernel for complex products")
     if gpu.capability < FIRST_PAIR[dtype]:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     if first.residual is not None:
-        raise NotApplicable(
-            "the first layer has a residual, which would be read for every pixel that is computed twice"
-        )
+        raise NotApplicable("the first layer has a residual, which would be read again for every recomputed pixel")
     if second.geometry.padding_mode != "constant":
-        raise NotApplicable(f"the second layer is padded by {second.geometry.padding_mode!r}")
+        raise NotApplicable(f"the second layer has padding_mode={second.geometry.padding_mode!r}, not 'constant'")
     if len(first.xs) > MAX_PAIR_SOURCES:
-        raise NotApplicable(f"{len(first.xs)} inputs; the kernel's parameters hold {MAX_PAIR_SOURCES}")
+        raise NotApplicable(f"{len(first.xs)} inputs; the kernel supports at most {MAX_PAIR_SOURCES}")
     for geometry in (first.geometry, second.geometry):
         extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
         if max(*extents, *geometry.stride, *geometry.span, geometry.in_channels, geometry.out_channels) > INT32 // 1024:
-            raise NotApplicable("sizes within an image are int32 there")
+            raise NotApplicable("sizes within an image exceed the kernel's int32 indices")
 
 
 def _tiles(size: Triple) -> Iterator[Triple]:
@@ -220,9 +220,9 @@ def _draft(
     launch = replace(launch, arithmetic_seconds=seconds)
     again = blocks * middle_pixels * columns / (first.geometry.batch * first.geometry.pixels)
     words = (
-        f"tiles of {_shape(tile)}, of {_shape(middle_tile)} between the layers: the first is computed {again:.2f} times,"
-        f" {2 * first.out.nbytes:,} bytes less are moved; {shared:,} bytes of shared memory and {registers(kernel, gpu)} registers"
-        f" per thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
+        f"tiles of {_shape(tile)}, {_shape(middle_tile)} between the layers; the first layer is computed {again:.2f} times;"
+        f" {2 * first.out.nbytes:,} fewer bytes moved; {shared:,} bytes of shared memory and {registers(kernel, gpu)} registers"
+        f" per thread allow {resident} block{'s' * (resident > 1)} of {THREADS} threads per multiprocessor"
     )
     return Draft("fused", (launch,), reason=words)
 

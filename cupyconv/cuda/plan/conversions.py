@@ -26,9 +26,7 @@ def check_alignment(operands: Iterable[Operand | None]) -> None:
     """Raise ValueError for arrays that no GPU can load: elements that are not aligned to their own size."""
     for operand in operands:
         if operand is not None and operand.nbytes and operand.alignment < operand.itemsize:
-            raise ValueError(
-                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
-            )
+            raise ValueError(f"{operand.name} is not aligned to its {operand.itemsize}-byte elements: copy it first")
 
 
 def converted(problem: ProblemT, **dtypes: str) -> tuple[ProblemT, tuple[Conversion, ...]]:

@@ -109,12 +109,12 @@ class Cost:
 def by_model(seconds: float) -> str:
     """Format a time with two significant digits, the accuracy of the model."""
     microseconds = float(f"{seconds * 1e6:.1e}")
-    return f"{microseconds:,.{0 if microseconds >= 10 else 1}f} µs by an unmeasured model"
+    return f"estimated {microseconds:,.{0 if microseconds >= 10 else 1}f} µs (model not yet measured on a GPU)"
 
 
 def on_the_host(seconds: float) -> str:
     """Format the host time of a call, also with two significant digits."""
-    return f"the host takes {float(f'{seconds * 1e6:.1e}'):,.0f} µs and the driver's time"
+    return f"host overhead {float(f'{seconds * 1e6:.1e}'):,.0f} µs plus driver"
 
 
 def core_rate(dtype: str, gpu: GpuModel) -> float:

@@ -74,4 +74,4 @@ def draft_depthwise_gradient(problem: WeightGradientProblem) -> Draft | None:
         return Draft("direct", (launch,), reason="depthwise kernel")
     finish = finish_weight(out, Sums(sums, dtype, (geometry.taps, geometry.taps, 1), planes=parts, plane=part))
     workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
-    return Draft("direct", (launch, finish), workspace, f"depthwise kernel, {counted(parts, 'part')} of the sum")
+    return Draft("direct", (launch, finish), workspace, f"depthwise kernel, sum in {counted(parts, 'part')}")

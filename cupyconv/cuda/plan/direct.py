@@ -27,8 +27,8 @@ def draft_direct(problem: ConvProblem) -> Draft:
     if merge is not None:
         return merge
     if len(problem.xs) > MAX_SOURCES:
-        most = f"{MAX_MERGED} of a merge, {MAX_SOURCES} of other kernels"
-        raise NotApplicable(f"{len(problem.xs)} inputs; the parameters hold {most}")
+        most = f"{MAX_MERGED} for a merge, {MAX_SOURCES} for other kernels"
+        raise NotApplicable(f"{len(problem.xs)} inputs; at most {most} are supported")
     return draft_depthwise(problem) or Draft("direct", (_launch(problem),), reason="general kernel")
 
 

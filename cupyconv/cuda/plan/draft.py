@@ -115,7 +115,7 @@ def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Ste
         if going_on(first, second, times - lone - 1) == tuple(steps_of(times - 1)):
             return [*(steps_of(0) if lone else ()), Rounds(first, second, times - lone)]
     if times > MOST_UNLIKE:
-        raise NotApplicable(f"{times:,} chunks within the workspace limit, no two alike")
+        raise NotApplicable(f"the workspace limit requires {times:,} chunks that all differ, too many for a plan")
     return [step for i in range(times) for step in steps_of(i)]
 
 

@@ -135,7 +135,7 @@ def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None =
 def activation_launch(pre: Operand, out: Operand, activation: Activation) -> KernelLaunch:
     """Return the separate pass that computes the result from a stored pre-activation."""
     launch = epilogue_launch(out, residual=pre, activation=activation)
-    return replace(launch, purpose=f"{activation} of the pre-activation, which is kept")
+    return replace(launch, purpose=f"{activation} of the stored pre-activation")
 
 
 def finish_weight(out: Operand, sums: Sums | None) -> KernelLaunch:

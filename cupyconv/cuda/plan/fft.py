@@ -154,7 +154,7 @@ class ConvTiling(Tiling):
                 ("group_outputs", geometry.group_outputs),
                 ("computes_again", int(self.computes_again)),
             ),
-            purpose=f"what is wanted of the tiles, {problem.activation if problem.activation else 'bias, residual'}",
+            purpose=f"results from the tiles, {problem.activation if problem.activation else 'bias, residual'}",
             bytes_moved=pixels * geometry.out_channels * bytes_of_pixel,
         )
         return self.placed(launch, places, geometry.out_channels)

@@ -54,8 +54,8 @@ class GradientTiling(Tiling):
 
     problem: WeightGradientProblem
 
-    again = "is computed again as it is defined"
-    not_again = "is left so, as is all of its kernel"
+    again = "are recomputed from the definition"
+    not_again = "are not recomputed and fill their whole kernel"
 
     @cached_property
     def sum_parts(self) -> int:
@@ -163,7 +163,7 @@ class GradientTiling(Tiling):
                 ("group_outputs", geometry.group_outputs),
                 ("computes_again", int(self.computes_again)),
             ),
-            purpose="what lies under the taps",
+            purpose="weight gradient from the tiles",
             bytes_moved=elements * (self.sum_parts * ITEMSIZE[self.dtype] + out.itemsize),
         )
         return self.placed(launch, elements, 1)

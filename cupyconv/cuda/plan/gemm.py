@@ -114,7 +114,7 @@ class _GemmPlanner(ProductsPlanner):
         self.problem, geometry = problem, self.geometry
         self.writes_columns = bool(problem.prologue) or not geometry.is_pointwise
         if max(geometry.reduction * geometry.groups, geometry.out_channels * self.planes) > MAX_DIMENSION:
-            raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
+            raise NotApplicable("channels times taps exceed cuBLAS's 32-bit dimensions")
         if self.writes_columns:
             self.factors = [column_factor(geometry, problem.xs, problem.x_dtype, prologue=problem.prologue)]
         else:

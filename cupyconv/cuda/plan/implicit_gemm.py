@@ -118,15 +118,17 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     if is_complex(problem.out.dtype) and (dtype not in REAL_PRODUCTS or not problem.is_one_kind):
         raise NotApplicable(f"no kernel for products of {dtype} and {problem.weight_dtype}")
     if len(problem.xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+        raise NotApplicable(f"{len(problem.xs)} inputs; the kernel supports at most {MAX_SOURCES}")
     between_taps = [step if taps > 1 else 1 for step, taps in zip(geometry.dilation, geometry.kernel)]
     steps = [x.strides[axis] * step for x in problem.xs for axis, step in enumerate((1, *between_taps), 1)]
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
     sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * SLAB_BYTES)
     if max(*sizes, *map(abs, steps)) > INT32 // 8:
-        raise NotApplicable("sizes and strides within an image, K, and a K-slab of the weight are int32 there")
+        raise NotApplicable(
+            "sizes or strides within an image, K, or a K-slab of the weight exceed the kernel's int32 indices"
+        )
     if sum(_index_bits(phases)) > PLACE_BITS:
-        raise NotApplicable(f"its kernel keeps the indices of an output pixel in {PLACE_BITS} bits")
+        raise NotApplicable(f"the indices of an output pixel exceed the kernel's {PLACE_BITS} bits")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
@@ -141,7 +143,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
         smallest = min(needed)
-        raise NotApplicable(f"its packed weight takes {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
+        raise NotApplicable(f"its packed weight needs {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
     return cheapest(fitting, gpu)
 
 
@@ -273,7 +275,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     tiled = _Tiles(way, phases, arithmetic, tile)
     tile_m, tile_n = tile
     if tiled.blocks > GRID_X:
-        raise NotApplicable(f"{tiled.blocks:,} tiles are more than a grid has blocks")
+        raise NotApplicable(f"{tiled.blocks:,} tiles exceed the largest grid")
     weight = weight_in_slabs(problem, phases, tiled.cut, arithmetic, tile_m)
     workspace = [*way.workspace, *weight.workspace]
 
@@ -325,12 +327,12 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
     words = f"{WORDS.get(dtype, WORDS[arithmetic])}, tiles of {tile_m} x {tile_n}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
-    words += ", the inputs moved first" if way.steps else ""
+    words += ", inputs first copied to channels-last" if way.steps else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
 
 
 def _words(phases: Phases) -> str:
-    return "convolution" if len(phases.each) == 1 else f"{len(phases.each)} convolutions side by side"
+    return "convolution" if len(phases.each) == 1 else f"{len(phases.each)} convolutions in one grid"
 
 
 def _flops(problem: ConvProblem, phases: Phases) -> int:
@@ -389,15 +391,18 @@ def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
     if not all(x.stride_c == 1 for x in xs) or all(x.pixel_stride == 1 for x in xs):
         return "ALONG_PIXELS", ()
     if problem.prologue:
-        return "ALONG_PIXELS", ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
+        return "ALONG_PIXELS", ("channels-last inputs with a prologue: gathered element by element along pixels",)
     chunk = VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if not chunked:
         return "ALONG_CHANNELS", ()
     for x in xs:
         if x.alignment < VECTOR_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
             return "ALONG_PIXELS", (
-                f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned: gathered by elements",
+                f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned:"
+                " gathered element by element",
             )
     if not runs_are_chunks(problem.geometry, chunk):
-        return "ALONG_PIXELS", (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
+        return "ALONG_PIXELS", (
+            f"channels of an input or a group are not a multiple of {chunk}: gathered element by element",
+        )
     return "ALONG_CHANNELS", ()

@@ -55,9 +55,9 @@ def draft_implicit(problem: WeightGradientProblem) -> Draft:
     """Return the cheapest draft, or raise `NotApplicable`."""
     gpu, dtype = problem.gpu, problem.out.dtype
     if dtype not in DTYPES:
-        raise NotApplicable(f"no such kernel for {dtype}")
+        raise NotApplicable(f"no kernel for {dtype}")
     if len(problem.xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+        raise NotApplicable(f"{len(problem.xs)} inputs; the kernel supports at most {MAX_SOURCES}")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
@@ -80,7 +80,7 @@ def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, l
     """
     geometry, chunk, moves = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.out.dtype], []
     if geometry.groups > 1 and (geometry.group_channels % chunk or geometry.group_outputs % chunk):
-        raise NotApplicable(f"channels or outputs of a group are no multiple of {chunk}")
+        raise NotApplicable(f"channels or outputs of a group are not a multiple of {chunk}")
     if problem.prologue or not runs_are_chunks(geometry, chunk) or not all(map(_is_copied, problem.xs)):
         moved = moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue)
         x = moved.with_zeros
@@ -116,7 +116,7 @@ def _check_sizes(problem: WeightGradientProblem) -> None:
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
     numbers = (geometry.batch * geometry.pixels, geometry.reduction, geometry.group_outputs, *extents, *steps)
     if max(numbers) > INT32 // 8:
-        raise NotApplicable("pixels, sizes and strides within an image are int32 there")
+        raise NotApplicable("pixels, or sizes or strides within an image, exceed the kernel's int32 indices")
 
 
 def _draft(
@@ -180,8 +180,8 @@ def _draft(
         finish = finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane))
         steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # includes the sums of padding
         workspace.append(buffer)
-    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {counted(parts, 'part')} of the sum"
-    words += ", the inputs moved first" if moves else ""
+    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, sum in {counted(parts, 'part')}"
+    words += ", inputs first copied to channels-last" if moves else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
 
 

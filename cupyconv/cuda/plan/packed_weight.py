@@ -25,7 +25,7 @@ from cupyconv.problem.problems import ConvProblem
 #: Bytes of K per slab, as in kernels/warp_tile.cuh.
 SLAB_BYTES = 64
 #: How packing changes the elements (PackedAs of kernels/pack_weight.cu), in words.
-PACKED_AS = ("", ", rounded to TF32", ", in two parts of TF32", ", conjugated")
+PACKED_AS = ("", ", rounded to TF32", ", as two TF32 parts", ", conjugated")
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,6 @@ def _pack_weight_launch(
                 ),
             ),
         ),
-        purpose="weight into K-slabs" + PACKED_AS[packed_as],
+        purpose="weight packed into K-slabs" + PACKED_AS[packed_as],
         bytes_moved=nbytes + packed.nbytes,
     )

@@ -55,25 +55,25 @@ def _max_pool(problem: MaxPoolProblem) -> KernelLaunch:
     (x,), places = problem.xs, [*problem.indices, None]
     number = LARGEST_AND_PLACE if problem.indices else LARGEST
     written = ("indices", image(places[0])), ("counted", _NO_COUNT)
-    return _launch("pool", number, problem, {"x": x}, "the largest of each window", written, ("nothing", -inf))
+    return _launch("pool", number, problem, {"x": x}, "maximum of each window", written, ("nothing", -inf))
 
 
 def _avg_pool(problem: AvgPoolProblem) -> KernelLaunch:
     (x,), counted = problem.xs, (("indices", image(None)), ("counted", problem.counted))
-    return _launch("pool", MEAN, problem, {"x": x}, "the mean of each window", counted, ("nothing", 0.0))
+    return _launch("pool", MEAN, problem, {"x": x}, "mean of each window", counted, ("nothing", 0.0))
 
 
 def _max_pool_gradient(problem: MaxPoolGradientProblem, conversions: list[Conversion]) -> KernelLaunch:
     (x,), (y,), (grad,) = problem.xs, problem.ys, problem.grads
     images = {"x": x, "y": y, "grad": convert(grad, x.dtype, conversions)}
     counted = (("counted", _NO_COUNT),)
-    return _launch("pool_gradient", LARGEST, problem, images, "gradients of the largest", counted)
+    return _launch("pool_gradient", LARGEST, problem, images, "gradient of the maximum", counted)
 
 
 def _avg_pool_gradient(problem: AvgPoolGradientProblem) -> KernelLaunch:
     (grad,), counted = problem.grads, (("counted", problem.counted),)
     images = {"x": None, "y": None, "grad": grad}
-    return _launch("pool_gradient", MEAN, problem, images, "gradients of the means", counted)
+    return _launch("pool_gradient", MEAN, problem, images, "gradient of the mean", counted)
 
 
 def _launch(

@@ -159,8 +159,8 @@ class _Layer:
         workspace = self._state_buffers(0) + _buffer("gates", self._gates_bytes(1) if len(self.products) > 1 else 0)
         needed = sum(buffer.space for buffer in workspace)
         if needed > self.problem.limit:
-            raise NotApplicable(f"a step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
-        words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
+            raise NotApplicable(f"one step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
+        words = f"one step with input projection, blocks of {tile.rows} samples x {tile.units} units"
         return Draft("step", launches, tuple(workspace), words, self._notes())
 
     def sequence(self, method: str) -> Draft:
@@ -185,11 +185,12 @@ class _Layer:
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
         workspace += _buffer("gates", self._gates_bytes(count)) + _buffer("workspace", shared)
         words += f", in {whole + bool(rest):,} chunks of {count} steps" * (whole + bool(rest) > 1)
-        words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
+        words += "".join(f"; input projection by {draft.method}, {draft.reason}" for draft in projections[:1])
         notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
         if self.projecting == ("gemm",):
             notes.append(
-                f"cuBLAS projects, which no graph captures: {self.gpu.arch} has no matrix instructions for {self.dtype}"
+                f"{self.gpu.arch} has no matrix instructions for {self.dtype}: cuBLAS projects the inputs, so CUDA graphs cannot"
+                " capture the call"
             )
         return Draft(method, tuple(steps), tuple(workspace), words, (*notes, *self._notes()))
 
@@ -203,7 +204,7 @@ class _Layer:
         known = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
         tiles = [tile for tile in known if self._tiles(tile)[1] <= GRID_Y]
         if not tiles:
-            raise NotApplicable(f"{self.geometry.batch:,} samples are more than a grid has blocks for")
+            raise NotApplicable(f"{self.geometry.batch:,} samples exceed the largest grid")
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile), self.geometry.gates))
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
         return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
@@ -212,18 +213,20 @@ class _Layer:
         """Return the fastest tile whose blocks all fit on the GPU at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         room = room_for_waiting(gpu)
-        there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
+        there_is = f"the GPU has {room} multiprocessors" if gpu.room is None else f"the GPU has room for {room}"
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
             columns, tiles, directions = self._tiles(tile)
             needed = tile.shared_bytes(geometry.gates, max(self.products), geometry.hidden)
             if needed > gpu.shared_bytes:
                 reasons.append(
-                    f"with the weight's rows of {tile.units} units a block takes {needed:,} bytes of shared memory,"
-                    f" there are {gpu.shared_bytes:,}"
+                    f"a block with the weight rows of {tile.units} units needs {needed:,} bytes of shared memory,"
+                    f" the GPU has {gpu.shared_bytes:,}"
                 )
             elif columns * directions > room:
-                reasons.append(f"{columns * directions} blocks of {tile.units} units have to run at once, {there_is}")
+                reasons.append(
+                    f"{columns * directions} blocks of {tile.units} units must run at the same time, {there_is}"
+                )
             else:
                 rows = min(tiles, room // (columns * directions))
                 fitting.append((tile, (columns, -(-tiles // -(-tiles // rows)), directions)))
@@ -232,7 +235,7 @@ class _Layer:
         tile, grid = min(fitting, key=lambda entry: self._seconds(entry[0], entry[1], geometry.gates))
         passes = -(-self._tiles(tile)[1] // grid[1])
         words = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
-        return tile, grid, words + f", {passes} times per step" * (passes > 1)
+        return tile, grid, words + f", {passes} passes per step" * (passes > 1)
 
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
         """Return the estimated time of the products of one step, in whole rounds of whole tiles."""
@@ -273,11 +276,11 @@ class _Layer:
         """Return the steps per chunk that fit the rest of the workspace, and the function that drafts a projection."""
         reason = ""
         if self.geometry.steps > LARGEST_STEP:
-            raise NotApplicable(f"{self.geometry.steps:,} steps; a kernel counts {LARGEST_STEP:,}")
+            raise NotApplicable(f"{self.geometry.steps:,} steps; the kernel supports at most {LARGEST_STEP:,}")
         for count in self._chunk_lengths():
             limit = self.problem.limit - taken - Buffer("gates", self._gates_bytes(count)).space
             if limit < 0:
-                reason = f"{-limit:,} bytes are lacking"
+                reason = f"{-limit:,} more bytes are needed"
                 continue
             try:
                 for chunk in self._ends(count):
@@ -285,7 +288,7 @@ class _Layer:
                 return count, partial(self._projection, stride=count, limit=limit)
             except NotApplicable as refusal:
                 reason = str(refusal)
-        raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
+        raise NotApplicable(f"one step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
 
     def _ends(self, count: int) -> list[_Chunk]:
         """Return the first chunk, and the last one if it has fewer steps."""
@@ -438,8 +441,8 @@ class _Layer:
         weight = self.problem.weight_hh
         if _vector_bytes(weight) == VECTOR_BYTES:
             return ()
-        access = "scalar access" if not _vector_bytes(weight) else f"accesses of {_vector_bytes(weight)} bytes"
-        return (f"{weight.name}: its rows are no whole number of aligned {VECTOR_BYTES}-byte vectors: {access}",)
+        access = "scalar access" if not _vector_bytes(weight) else f"{_vector_bytes(weight)}-byte access"
+        return (f"{weight.name}: rows are not aligned multiples of {VECTOR_BYTES} bytes: {access}",)
 
 
 def _buffer(name: str, nbytes: int) -> list[Buffer]:
@@ -493,4 +496,4 @@ def counters_from_zero(buffer: Buffer) -> KernelLaunch:
     """Return the launch that sets counters to 0, by storing float32 zeros, which have the same bits."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
-    return replace(epilogue_launch(counters), purpose="counters from 0")
+    return replace(epilogue_launch(counters), purpose="counters set to 0")

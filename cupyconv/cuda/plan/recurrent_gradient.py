@@ -128,7 +128,7 @@ class _Gradient:
     def draft(self) -> Draft:
         geometry = self.geometry
         if 0 in (geometry.steps, geometry.batch, geometry.hidden):
-            return Draft("step", tuple(self._of_nothing()), reason="there are no gates")
+            return Draft("step", tuple(self._of_nothing()), reason="there are no steps, samples or units")
         #: The sums of each row of blocks, if there are several rows; they are added in order.
         workspace = [Buffer("sums of tiles", self.grid_rows * self.sums.nbytes)] if self.grid_rows > 1 else []
         if self.waits:
@@ -148,8 +148,8 @@ class _Gradient:
         words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
         if self.waits:
             words = f"one launch for all steps, blocks of {ROWS} samples x {UNITS} units"
-            words += f", {self._tiles_of_a_block} times per step" * (self._tiles_of_a_block > 1)
-        words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
+            words += f", {self._tiles_of_a_block} passes per step" * (self._tiles_of_a_block > 1)
+        words += f", in {len(runs)} chunks of {most} steps" * (len(runs) > 1)
         return Draft("persistent" if self.waits else "step", tuple(steps), tuple(workspace), words)
 
     def _rows_that_wait(self) -> int:
@@ -158,11 +158,13 @@ class _Gradient:
         room = room_for_waiting(gpu) // max(1, self.columns * self.together)
         needed = shared_bytes(self.stored, geometry)
         if geometry.steps < 2 or not room or not self.tiles:
-            raise NotApplicable(f"{self.columns * self.together} blocks have to run at once for {geometry.steps} steps")
+            raise NotApplicable(
+                f"{self.columns * self.together} blocks must run at the same time, for at least 2 steps; given {geometry.steps}"
+            )
         if needed > gpu.shared_bytes:
-            raise NotApplicable(f"a block takes {needed:,} bytes of shared memory, there are {gpu.shared_bytes:,}")
+            raise NotApplicable(f"a block needs {needed:,} bytes of shared memory, the GPU has {gpu.shared_bytes:,}")
         if self._parts > MOST_PARTS:
-            raise NotApplicable(f"the blocks leave {self._parts:,} bytes for each other, {MOST_PARTS:,} are the most")
+            raise NotApplicable(f"the blocks exchange {self._parts:,} bytes, at most {MOST_PARTS:,} are supported")
         return -(-self.tiles // -(-self.tiles // min(room, self.tiles)))
 
     @property
@@ -270,7 +272,7 @@ class _Gradient:
         state = len(run.directions) * geometry.batch * geometry.hidden
         kernel = variant("recurrent_gradient", DTYPE=self.stored, CELL=CELLS[geometry.cell])
         products = (2, 1) if self.resets else (geometry.gates,)
-        purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
+        purposes = ("state, gates except r", "r and the previous state") if self.resets else ("product, state, gates",)
         rate = cost.core_rate(self.stored, self.problem.gpu) * cost.RECURRENT_GRADIENT
         launches = []
         for phase, (gates, purpose) in enumerate(zip(products, purposes)):

@@ -90,17 +90,20 @@ class Tiling:
         ]
         chunks = f", {whole + bool(rest):,} chunks of {part:,}" if whole + bool(rest) > 1 else ""
         shown = " x ".join(str(self.tile[axis]) for axis in transformed_axes(geometry))
-        how = "a matrix product for each frequency" if self.interleaved else "products of spectra"
+        how = "one matrix product per frequency" if self.interleaved else "products of spectra"
         again = self.again if self.computes_again else self.not_again
-        notes = f"what is not finite {again}", "cuFFT's own memory, an estimate until it has run, stays with the stream"
+        notes = (
+            f"non-finite results {again}",
+            "cuFFT's work area is an estimate until the first run; the stream keeps it",
+        )
         reason = f"{how}; {counted(self.units, 'tile')} of {shown}{chunks}; {ERRORS}"
         return Draft("fft", tuple(steps), self.workspace(part), reason, notes, cost.TRANSFORMS_DOUBT)
 
     # To be overridden for each kind of problem.
 
     #: The treatment of results that are not finite: if they are computed again, and if they are not.
-    again = "is computed again from its window"
-    not_again = "is left so, as is all of its tile"
+    again = "are recomputed from their windows"
+    not_again = "are not recomputed and fill their whole tile"
 
     def first_steps(self) -> list[Step]:
         """Return the steps before the first chunk."""
@@ -347,7 +350,7 @@ def draft_tiled(problem: Shared, kind: type[Tiling]) -> Draft:
     if refusal := problem.fft_refusal:
         raise NotApplicable(refusal)
     if not problem.gpu.has_transforms:
-        raise NotApplicable("CuPy finds no cuFFT: install cupy-cuda13x[ctk], or nvidia-cufft")
+        raise NotApplicable("CuPy does not find cuFFT: install cupy-cuda13x[ctk] or nvidia-cufft")
     if problem.method == "auto":
         _refuse_at_once(problem)
     best = min(_tilings(problem, kind), key=lambda found: found.seconds, default=None)
@@ -394,7 +397,7 @@ def _in_shares(problem: Shared, first: Tiling) -> Draft:
                 if not tiling.most_units:
                     raise no_room(problem.limit)
                 drafts.append(tiling.draft())
-        reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
+        reason = f"{len(drafts)} shares of {groups * outputs} output channels; {drafts[0].reason}"
         return in_sequence("fft", drafts, reason)
 
     return within(problem.limit, of_all)
@@ -411,7 +414,7 @@ def _refuse_at_once(problem: Shared) -> None:
     # Lower bound: into tiles, through the products, out of the tiles, and two transforms along each axis.
     least = images * (4 + 2 * len(transformed_axes(geometry)) / cost.TRANSFORM) + 7 * gpu.launch_seconds
     if others < cost.TRANSFORMS_DOUBT * least:
-        raise NotApplicable(f"transforms take {cost.by_model(least)} at the least, and are taken where they win by far")
+        raise NotApplicable(f"{cost.by_model(least)} or more; chosen only if much faster than other methods")
 
 
 def block_extents(windows: Windows) -> Iterator[Triple]:

@@ -109,7 +109,7 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
 
 def _draft_direct(problem: TransposedProblem) -> Draft:
     if len(problem.xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+        raise NotApplicable(f"{len(problem.xs)} inputs; the kernel supports at most {MAX_SOURCES}")
     drafts = []  # if each costs just one launch, the first one wins
     if launches := depthwise_launches(problem):
         drafts.append(Draft("direct", tuple(launches), reason="depthwise kernel"))
@@ -190,7 +190,7 @@ def _by_convolutions(
 
         def of_all(room: int) -> Draft:
             drafts = [_by_convolutions(method, replace(part, workspace_limit=room), draft_of) for part in parts]
-            return in_sequence(method, drafts, f"{len(parts)} parts of the results: {drafts[0].reason}")
+            return in_sequence(method, drafts, f"results in {len(parts)} parts: {drafts[0].reason}")
 
         return within(problem.limit, of_all)
     (problem,) = parts
@@ -204,7 +204,8 @@ def _by_convolutions(
     room = problem.limit - buffer.space
     if room < 0:
         raise NotApplicable(
-            f"the weight exchanged takes {buffer.nbytes:,} bytes, the workspace limit is {problem.limit:,}"
+            f"the weight with outputs and channels exchanged needs {buffer.nbytes:,} bytes of workspace,"
+            f" the limit is {problem.limit:,}"
         )
     draft = of_weight(replace(problem, workspace_limit=room, conjugate=False), weight)
     return replace(draft, steps=(launch, *draft.steps), workspace=(*draft.workspace, buffer))
@@ -227,7 +228,7 @@ def _exchange(problem: TransposedProblem) -> tuple[KernelLaunch, Buffer, Operand
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),
         ),
-        purpose="the weight, outputs and channels exchanged" + ", conjugated" * problem.conjugate,
+        purpose="weight with outputs and channels exchanged" + ", conjugated" * problem.conjugate,
         bytes_moved=2 * weight.nbytes,
     )
     return launch, Buffer(exchanged.name, elements * weight.itemsize), exchanged
@@ -328,7 +329,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
         largest,
         steps=tuple(steps),
         workspace=(*largest.workspace, Buffer(PADDED, samples * sample)),
-        reason=f"the padded image's gradient, folded; {largest.reason}",
+        reason=f"gradient of the padded image, folded; {largest.reason}",
     )
 
 
@@ -364,7 +365,7 @@ class _GemmPlanner(ProductsPlanner):
         self.row = row_length(geometry.pixels)
         sizes = (geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
         if max(sizes) > MAX_DIMENSION:
-            raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
+            raise NotApplicable("channels times taps, or pixels, exceed cuBLAS's 32-bit dimensions")
         self.samples, self.channels = self._chunk_size()
 
     def draft(self) -> Draft:

@@ -115,7 +115,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     """Draft the kernel without columns, with its sum in as many parts as keep the GPU busy."""
     geometry, out = problem.geometry, problem.out
     if len(problem.xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+        raise NotApplicable(f"{len(problem.xs)} inputs; the kernel supports at most {MAX_SOURCES}")
     depthwise = draft_depthwise_gradient(problem)
     if depthwise is not None:
         return depthwise
@@ -137,7 +137,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
         return Draft("direct", (launch,), reason="one kernel, no columns")
     sums = Sums(at, dtype, (geometry.reduction, geometry.taps, 1), planes=parts, plane=part)
     workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
-    reason = f"one kernel, no columns, {counted(parts, 'part')} of the sum"
+    reason = f"one kernel, no columns, sum in {counted(parts, 'part')}"
     return Draft("direct", (launch, finish_weight(problem.out, sums)), workspace, reason)
 
 
@@ -179,9 +179,9 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
     """Return the cheapest draft of all ways to cut the sum whose smallest chunk fits."""
     geometry = problem.geometry
     if max(geometry.reduction * geometry.groups, geometry.out_channels) > MAX_DIMENSION:
-        raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
+        raise NotApplicable("channels times taps exceed cuBLAS's 32-bit dimensions")
     if problem.prologue and is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype):
-        raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
+        raise NotApplicable("complex inputs with a prologue and a real gradient are not supported")
     return cheapest_of(CUTS, lambda cut: _Planner(problem, *cut).draft(), problem.gpu)
 
 
@@ -231,9 +231,9 @@ class _Planner:
             steps.append(finish_weight(self.problem.out, sums))
         columns = "the inputs" if geometry.is_pointwise and not self.problem.prologue else "columns"
         cut = (
-            f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
+            f"of {self.part_length} pixels" if self.is_long else f"of one sample and at most {self.part_length} pixels"
         )
-        how = f"one batched GEMM on {columns}, {counted(self.parts, 'part')} of the sum, {cut}"
+        how = f"one batched GEMM on {columns}, sum in {counted(self.parts, 'part')} {cut}"
         if self.chunks > 1:
             how += f", {self.chunks:,} chunks of {self.samples} x {self.pixels} pixels"
         return Draft("gemm", tuple(steps), self._workspace(), how)

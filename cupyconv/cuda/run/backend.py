@@ -63,9 +63,7 @@ class CudaBackend:
         Raises RuntimeError during a capture: the graph would read the host memory, which may change, at every launch.
         """
         if self.device.is_capturing():
-            raise RuntimeError(
-                "numbers of the host cannot be captured in a graph: give lengths as an array of the device"
-            )
+            raise RuntimeError("host memory cannot be captured in a CUDA graph: give lengths as a CuPy array")
         return self.device.from_host(array)
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:
@@ -75,7 +73,7 @@ class CudaBackend:
     def own_copy(self, array: Any) -> Any:
         """Return a C-ordered copy that nobody may change.  It is complete on return, so that any stream may read it."""
         if self.device.is_capturing():
-            raise RuntimeError("a layer cannot be packed while a graph is captured: pack it before")
+            raise RuntimeError("a layer cannot be packed while a CUDA graph is captured: pack it before")
         with self.current():
             copy = self.device.convert(array, array.dtype)
             self.device.synchronize()

@@ -51,7 +51,7 @@ def _shows_ranges() -> bool:
     """Return whether every call is an NVTX range for Nsight and other profilers: it is asked for, and CuPy has NVTX."""
     asked = os.environ.get("CUPYCONV_NVTX") == "1"
     if asked and not cupy.cuda.nvtx.available:
-        warnings.warn("CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX", RuntimeWarning, stacklevel=2)
+        warnings.warn("CUPYCONV_NVTX=1 has no effect: this CuPy was built without NVTX", RuntimeWarning, stacklevel=2)
         return False
     return asked
 
@@ -211,7 +211,7 @@ class CupyDevice:
         of_stream = self._thread.transforms.get(get_current_stream(self.ordinal).ptr, _NO_TRANSFORMS)
         if any(arguments not in of_stream for arguments in transforms):
             raise RuntimeError(
-                "cuFFT makes no plan during a capture: make the same call once before, in this thread and on this stream"
+                "cuFFT cannot create a plan during a capture: make the same call once before, in this thread and on this stream"
             )
 
     def _check_work_area(self, nbytes: int, *, counted: int) -> None:
@@ -393,4 +393,4 @@ def _create_handle() -> int:
     try:
         return cublas.create()
     except cublas.CUBLASError as error:
-        raise MemoryError(f"cuBLAS could not make a handle: {error}") from error
+        raise MemoryError(f"cuBLAS could not create a handle: {error}") from error

@@ -134,17 +134,19 @@ class Device(Protocol):
 def too_many_blocks(device: Device, launch: KernelLaunch, room: int) -> TooManyBlocks:
     """Return the error for a cooperative launch whose blocks do not fit, and update the model for later plans."""
     device.model = replace(device.model, room=room)
-    return TooManyBlocks(f"{launch.kernel}: {launch.blocks} blocks have to run at once, there is room for {room}")
+    return TooManyBlocks(
+        f"{launch.kernel}: {launch.blocks} blocks must run at the same time, the GPU has room for {room}"
+    )
 
 
 def more_to_work_in(device: Device, nbytes: int, counted: int) -> UnlikeItsModel:
     """Return the error for a transform that needs more memory than counted, and update the model for later plans."""
     area = device.model.transform_area * nbytes / counted
     device.model = replace(device.model, transform_area=1.01 * area)  # slightly more, since `counted` is rounded up
-    return UnlikeItsModel(f"a transform works in {nbytes:,} bytes, {counted:,} were counted")
+    return UnlikeItsModel(f"a transform uses {nbytes:,} bytes of work area, {counted:,} were estimated")
 
 
 def no_transforms(device: Device, why: str) -> UnlikeItsModel:
     """Return the error for a transform on a device without cuFFT, and update the model for later plans."""
     device.model = replace(device.model, has_transforms=False)
-    return UnlikeItsModel(f"there is no cuFFT: {why}")
+    return UnlikeItsModel(f"cuFFT is not available: {why}")

@@ -94,12 +94,10 @@ class PreparedPlan:
 def _why_not_in_a_graph(plan: Plan) -> str:
     """Return why a CUDA graph cannot capture a run of this plan, or an empty string if it can."""
     if any(isinstance(step, GemmCall) for step in every_step(plan.steps)):
-        return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
+        return "CuPy cannot capture cuBLAS calls in a CUDA graph: use a method without cuBLAS"
     if plan.conversions:
         names = ", ".join(conversion.buffer for conversion in plan.conversions)
-        return (
-            f"a call that converts an argument ({names}) cannot be captured in a graph: convert it to one dtype before"
-        )
+        return f"a call that converts an argument ({names}) cannot be captured in a CUDA graph: convert it before the capture"
     return ""
 
 

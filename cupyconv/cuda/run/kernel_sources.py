@@ -19,7 +19,7 @@ def kernel_directory() -> Path:
     for directory in (_PACKAGE / "kernels", _PACKAGE.parent / "kernels"):
         if (directory / "portable.cuh").is_file():
             return directory
-    raise FileNotFoundError(f"the CUDA sources of cupyconv are neither in {_PACKAGE} nor beside it")
+    raise FileNotFoundError(f"the CUDA sources of cupyconv are neither in {_PACKAGE} nor next to it")
 
 
 def kernel_source(name: str, directory: Path | None = None) -> str:
