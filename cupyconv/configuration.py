@@ -18,7 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
-from cupyconv.problem.kept import BUDGET, clear, spent
+from cupyconv.problem.caches import BUDGET, clear, spent
 from cupyconv.version import __version__
 
 _DRIVER_LIBRARIES = {"win32": "nvcuda.dll", "linux": "libcuda.so.1"}

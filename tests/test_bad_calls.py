@@ -99,7 +99,7 @@ def test_more_arguments_than_have_places_are_told_to_have_names(name):
 
 
 def test_more_arguments_than_have_places_in_a_layer_and_a_gradient():
-    ones, words = np.ones((1, 1, 3)), r"takes 3 positional arguments \(x, weight, bias\), given 4: .* name, stride=, "
+    ones, words = (np.ones((1, 1, 3)), r"takes 3 positional arguments \(x, weight, bias\), given 4: .* name, stride=, ")
     with pytest.raises(TypeError, match=rf"^conv\(\) {words}"):
         cupyconv.vjp(cupyconv.conv, ones, ones, None, 1)
     with pytest.raises(

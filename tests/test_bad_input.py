@@ -654,3 +654,10 @@ def test_an_array_is_no_tuple_of_numbers_nor_a_shape():
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, x, kernel, stride=np.array([1, 2]))
     words = ["a shape or a sequence of shapes, given an array: pass its shape$"]
     assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv_grad_input, np.ones((1, 1, 6, 6)), kernel, x)
+
+
+def test_an_input_shape_without_channels_is_told_the_shape_with_them():
+    """A shape was once told to be indexed as an array, as ``input_shape[None]``."""
+    words = [r"for an image without channels, pass \(1, 6, 6\)$"]
+    grad, kernel = np.ones((3, 4, 4)), np.ones((3, 1, 3, 3))
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv_grad_input, grad, kernel, (6, 6))

@@ -66,8 +66,15 @@ def is_good(choices: list[choice.Choice]) -> bool:
 
 
 def row(case, chosen, **seconds):
-    ways = {("cupyconv" if method == chosen else f"cupyconv {method}"): {"median": s} for method, s in seconds.items()}
-    return {"case": asdict(case), "group": case.group, "chosen": chosen, "ways": ways | {"torch": {"median": 1e-9}}}
+    implementations = {
+        ("cupyconv" if method == chosen else f"cupyconv {method}"): {"median": s} for method, s in seconds.items()
+    }
+    return {
+        "case": asdict(case),
+        "group": case.group,
+        "chosen": chosen,
+        "ways": implementations | {"torch": {"median": 1e-9}},
+    }
 
 
 def made_up(*rows, arch="sm_90"):

@@ -126,3 +126,10 @@ def test_vectors_and_tails(target, pixels):
     x = np.arange(2 * 3 * (pixels + 2), dtype=np.float16).reshape(2, 3, -1) % 97
     actual = cupyconv.im2col(target.to_device(x), 3)  # one int for all axes
     assert_exact(target.to_host(actual), reference.im2col(x, (3,)), "float16")
+
+
+def test_a_plan_says_in_which_dtype_col2im_accumulates():
+    """A plan of im2col, which only copies, once said so too."""
+    copies = str(cupyconv.explain(cupyconv.im2col, np.ones((1, 2, 9), np.float16), 3))
+    sums = str(cupyconv.explain(cupyconv.col2im, np.ones((1, 6, 7), np.float16), (9,), (3,)))
+    assert "accumulates" not in copies and "col2im, accumulates in float32" in sums

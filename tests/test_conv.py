@@ -132,7 +132,7 @@ def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dty
         addend = extras[name].astype("float64")
         exact += addend[:, None, None] if name == "bias" else addend
     low, high = {"relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation[1:])
-    monkeypatch.setattr(gemm, "cheapest_of", lambda ways, draft_of, gpu: draft_of(keeps_sums))
+    monkeypatch.setattr(gemm, "cheapest_of", lambda implementations, draft_of, gpu: draft_of(keeps_sums))
     forget_calls()
     try:
         given = {name: cuda_target.to_device(a) for name, a in extras.items()}

@@ -204,17 +204,17 @@ def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
     assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # including Python objects
 
 
-@pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
-def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
+@pytest.mark.parametrize("implementation", [ToeplitzRows, ToeplitzRuns])
+def test_toeplitz_products_compute_these_problems_themselves(implementation, monkeypatch):
     """While sums are finite, Toeplitz products leave nothing to sums window by window, nor to other implementations."""
-    kernel, size = ((5, 5), (256, 256)) if way is ToeplitzRows else ((1, 31), (4, 5_000))
+    kernel, size = ((5, 5), (256, 256)) if implementation is ToeplitzRows else ((1, 31), (4, 5_000))
     monkeypatch.delattr(toeplitz, "scale_windows")
-    monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((way,)))
+    monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((implementation,)))
     forget_calls()
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((1, 1, *size)), rng.standard_normal((1, 1, *kernel))
     (step,) = cupyconv.explain(cupyconv.conv, x, weight, padding="same", method="gemm").steps
-    assert type(step) is way
+    assert type(step) is implementation
     expected = reference.conv(x, weight, padding="same")
     np.testing.assert_allclose(cupyconv.conv(x, weight, padding="same", method="gemm"), expected, rtol=0, atol=1e-11)
 
@@ -342,8 +342,11 @@ def test_channels_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, r
     x = x if last else x.copy("C")
     weight = rng.integers(-4, 5, (channels, 1, *kernel)).astype(np.float32)
     settings = dict(stride=stride, padding=((1, 2), (2, 3)), groups=channels)
-    ways = Method((depthwise.ScaledPixels,))
-    with mock.patch.object(depthwise, "INNERMOST_RUN", run), mock.patch.dict(depthwise.DEPTHWISE, direct=ways):
+    implementations = Method((depthwise.ScaledPixels,))
+    with (
+        mock.patch.object(depthwise, "INNERMOST_RUN", run),
+        mock.patch.dict(depthwise.DEPTHWISE, direct=implementations),
+    ):
         forget_calls()
         result = cupyconv.conv(x, weight, method="direct", **settings)
         forget_calls()
@@ -376,7 +379,7 @@ def test_small_images_of_many_channels_are_scaled(size, stride):
 
 
 @given(
-    way=st.sampled_from((strips.GradientStrips, weight_runs.GradientRuns)),
+    implementation=st.sampled_from((strips.GradientStrips, weight_runs.GradientRuns)),
     call=depthwise_calls(),
     threads=st.integers(1, 2),
     limit=st.sampled_from((None, 60_000)),
@@ -385,7 +388,9 @@ def test_small_images_of_many_channels_are_scaled(size, stride):
     where=st.sampled_from(("x", "grad")),
     seed=st.integers(0, 1 << 16),
 )
-def test_gradients_by_strips_and_by_runs_are_exact(way, call, threads, limit, channels_last, value, where, seed):
+def test_gradients_by_strips_and_by_runs_are_exact(
+    implementation, call, threads, limit, channels_last, value, where, seed
+):
     """Infinities and NaN are exact too: products of elements that no tap combines are in no sum."""
     x, weight, settings = call
     grad = np.random.default_rng(seed).integers(-4, 5, cupyconv.conv(x, weight, **settings).shape).astype(x.dtype)
@@ -396,7 +401,7 @@ def test_gradients_by_strips_and_by_runs_are_exact(way, call, threads, limit, ch
     if channels_last:
         x, grad = (np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1) for array in arrays)
     kernel = weight.shape[2:]
-    whatever_is_estimated = mock.patch.multiple(way, seconds=0.0, turn_calls=0)
+    whatever_is_estimated = mock.patch.multiple(implementation, seconds=0.0, turn_calls=0)
     settings_in_force = cupyconv.options(threads=threads, workspace_limit=limit, allow_fft=False, allow_winograd=False)
     with settings_in_force, whatever_is_estimated:
         result = cupyconv.conv_grad_weight(grad, x, kernel, **settings)

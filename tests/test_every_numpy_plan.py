@@ -269,11 +269,15 @@ IS_FOR: list[Callable[[ProductsProblem], bool]] = [
 ]
 
 
-def ways_of(method: Method) -> tuple[type[BlockLoop], ...]:
-    return import_module(method.ways).WAYS if isinstance(method.ways, str) else method.ways
+def implementations_of(method: Method) -> tuple[type[BlockLoop], ...]:
+    return (
+        import_module(method.implementations).IMPLEMENTATIONS
+        if isinstance(method.implementations, str)
+        else method.implementations
+    )
 
 
-def ways_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
+def implementations_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
     """Yield all implementations that apply, of all methods that do not refuse the problem."""
     tables = TABLES[name]
     if name == "conv":
@@ -281,13 +285,15 @@ def ways_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
     for table in tables:
         for method in table.values():
             if not method.refusal(problem):
-                yield from (way for way in ways_of(method) if way.applies(problem))
+                yield from (
+                    implementation for implementation in implementations_of(method) if implementation.applies(problem)
+                )
 
 
-def by_way(problem: ProductsProblem, way: type[BlockLoop]) -> Plan | None:
+def by_implementation(problem: ProductsProblem, implementation: type[BlockLoop]) -> Plan | None:
     """Return the plan with this implementation; None if its smallest block exceeds the limit."""
     try:
-        return choose(replace(problem, method="way"), {"way": Method((way,))})
+        return choose(replace(problem, method="way"), {"way": Method((implementation,))})
     except ValueError as refusal:
         assert "workspace" in str(refusal), refusal
         return None
@@ -326,14 +332,16 @@ def test_every_way_computes_the_same(name, seed):
     problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))))
     expected = np.asarray(without_out())  # other tests compare it with the oracle
     atol = {"float16": 1e-3, "float64": 1e-12}.get(str(out.dtype), 1e-5) * np.abs(expected).max(initial=1)
-    for way in ways_for(name, problem):
-        plan = by_way(replace(problem, workspace_limit=random.choice((None, about(random, 1 << 13, 1 << 17)))), way)
+    for implementation in implementations_for(name, problem):
+        plan = by_implementation(
+            replace(problem, workspace_limit=random.choice((None, about(random, 1 << 13, 1 << 17)))), implementation
+        )
         if plan is None:
             continue
         out[...] = 77
         with BACKEND.current():
             BACKEND.prepare(plan)(call.arrays)
-        np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=implementation.__name__)
 
 
 @pytest.mark.parametrize("of", ["plain", "groups", "depthwise", "one tap", "many samples", "a long line", "complex"])
@@ -346,14 +354,18 @@ def test_blocks_of_a_gradient_are_added_up(name, of):
     arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
     problem: Any = replace(call.problem, machine=HostModel(1))
     expected, several = None, 0
-    for way in ways_for(name, problem):
-        plans = (by_way(replace(problem, workspace_limit=1 << bits), way) for bits in range(16, 25))
+    for implementation in implementations_for(name, problem):
+        plans = (
+            by_implementation(replace(problem, workspace_limit=1 << bits), implementation) for bits in range(16, 25)
+        )
         plan = next(filter(None, plans))
         with BACKEND.current():
             BACKEND.prepare(plan)(arrays)
         several += any(loop.blocks > 1 for loop in loops_of(plan))
         expected = arrays["out"].copy() if expected is None else expected
-        np.testing.assert_allclose(arrays["out"], expected, atol=1e-3 * np.abs(expected).max(), err_msg=way.__name__)
+        np.testing.assert_allclose(
+            arrays["out"], expected, atol=1e-3 * np.abs(expected).max(), err_msg=implementation.__name__
+        )
     assert several > 1
 
 
@@ -385,14 +397,16 @@ def test_ways_to_scatter_read_and_write_several_images_as_one(name, seed):
         call = checked_call(cupyconv.conv_transpose, xs, weight, groups=groups, out=outs[0])
     limit = random.choice((None, about(random, 1 << 12, 1 << 16)))
     problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))), workspace_limit=limit)
-    for way in ways_for(name, problem):
-        if plan := by_way(problem, way):
+    for implementation in implementations_for(name, problem):
+        if plan := by_implementation(problem, implementation):
             for out in outs:
                 out[...] = 77
             with BACKEND.current():
                 BACKEND.prepare(plan)(call.arrays)
             actual = np.concatenate(outs, axis=1)
-            np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max(), err_msg=way.__name__)
+            np.testing.assert_allclose(
+                actual, expected, atol=1e-4 * np.abs(expected).max(), err_msg=implementation.__name__
+            )
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -408,15 +422,15 @@ def test_products_are_written_where_the_results_lie_if_they_are_matrices_there(g
     by_group = zip(np.split(weight[:, :, 0, 0], groups), np.split(grad, groups, axis=1))
     expected = np.concatenate([np.einsum("oc,nohw->nchw", *each) for each in by_group], axis=1)
     problem: Any = replace(call.problem, machine=HostModel(1))
-    ways = list(ways_for("conv_grad_input", problem))
+    implementations = list(implementations_for("conv_grad_input", problem))
     is_view = dtype == "float32" and order == "C" and (groups == 1 or not several)
-    assert (transposed.ScatteredView in ways) == is_view
-    for way in ways:
+    assert (transposed.ScatteredView in implementations) == is_view
+    for implementation in implementations:
         for out in outs:
             out[...] = 77
         with BACKEND.current():
-            BACKEND.prepare(by_way(problem, way))(call.arrays)
-        np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-2, err_msg=way.__name__)
+            BACKEND.prepare(by_implementation(problem, implementation))(call.arrays)
+        np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-2, err_msg=implementation.__name__)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -431,13 +445,13 @@ def test_inputs_are_columns_where_they_are_matrices_of_whole_groups(groups, seve
     by_group = zip(np.split(grad, groups, axis=1), np.split(np.concatenate(xs, axis=1), groups, axis=1))
     expected = np.concatenate([np.einsum("nohw,nchw->oc", of_grad, of_x.conj()) for of_grad, of_x in by_group])
     problem: Any = replace(call.problem, machine=HostModel(1))
-    ways = list(ways_for("conv_grad_weight", problem))
-    assert (weight_gradient.GradientView in ways) == (groups == 1 or not several)
-    for way in ways:
+    implementations = list(implementations_for("conv_grad_weight", problem))
+    assert (weight_gradient.GradientView in implementations) == (groups == 1 or not several)
+    for implementation in implementations:
         out[...] = 77
         with BACKEND.current():
-            BACKEND.prepare(by_way(problem, way))(call.arrays)
-        np.testing.assert_allclose(out[:, :, 0, 0], expected, rtol=1e-5, err_msg=way.__name__)
+            BACKEND.prepare(by_implementation(problem, implementation))(call.arrays)
+        np.testing.assert_allclose(out[:, :, 0, 0], expected, rtol=1e-5, err_msg=implementation.__name__)
 
 
 #: Bytes that no plan counts, of Python objects such as views and blocks: per call, per loop after the first, per turn,
@@ -477,13 +491,19 @@ def test_every_way_takes_the_memory_that_it_says(name, small_buffers, seed):
     call, _ = call_into_any_array(name, random, 60)
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 22))
     assume(problem.geometry.products < 10_000_000)
-    for way in (way for way in ways_for(name, problem) if not issubclass(way, NOT_MEASURED)):
-        if plan := by_way(problem, way):
+    for implementation in (
+        implementation
+        for implementation in implementations_for(name, problem)
+        if not issubclass(implementation, NOT_MEASURED)
+    ):
+        if plan := by_implementation(problem, implementation):
             peak, objects = taken(plan, call.arrays)
-            assert peak <= plan.workspace_bytes + objects, (peak, way, plan)
+            assert peak <= plan.workspace_bytes + objects, (peak, implementation, plan)
             # A lone product keeps its memory from the first run.
-            if not issubclass(way, IN_PLACE) and not any(getattr(loop, "lone", None) for loop in loops_of(plan)):
-                assert peak + OBJECTS >= plan.workspace_bytes // FAR_MORE, (peak, way, plan)
+            if not issubclass(implementation, IN_PLACE) and not any(
+                getattr(loop, "lone", None) for loop in loops_of(plan)
+            ):
+                assert peak + OBJECTS >= plan.workspace_bytes // FAR_MORE, (peak, implementation, plan)
 
 
 def ones(*shape: int, dtype: str = "float32", order: str = "C") -> np.ndarray:
@@ -559,24 +579,24 @@ NOT_COUNTED = {
 
 @pytest.mark.parametrize("name", NOT_COUNTED)
 def test_what_took_more_memory_than_it_said(name, small_buffers):
-    way, function, arguments, settings = NOT_COUNTED[name]
+    implementation, function, arguments, settings = NOT_COUNTED[name]
     call = checked_call(function, *arguments, **settings)
     (result,) = call.results
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=8_000_000)
-    (known,) = (each for each in ways_for(function.__name__, problem) if each.__name__ == way)
-    plan = by_way(problem, known)
+    (known,) = (each for each in implementations_for(function.__name__, problem) if each.__name__ == implementation)
+    plan = by_implementation(problem, known)
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
     assert peak <= plan.workspace_bytes + objects, (peak, plan)
 
 
-@pytest.mark.parametrize("way, side", [(transposed.ScatteredTaps, 8), (transposed.ScatteredColumns, 24)])
-def test_products_with_both_parts_of_a_complex_weight_count(way, side, small_buffers):
+@pytest.mark.parametrize("implementation, side", [(transposed.ScatteredTaps, 8), (transposed.ScatteredColumns, 24)])
+def test_products_with_both_parts_of_a_complex_weight_count(implementation, side, small_buffers):
     """Products are counted for taps that share a product too, as is the weight in the order of taps."""
     x, weight = ones(1, 256, side, side), ones(256, 64, 5, 5, dtype="complex64")
     call = checked_call(cupyconv.conv_transpose, x, weight)
     (result,) = call.results
-    plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=1 << 26), way)  # type: ignore[type-var]
+    plan = by_implementation(replace(call.problem, machine=HostModel(1), workspace_limit=1 << 26), implementation)  # type: ignore[type-var]
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(result.shape, result.dtype)})
     assert plan.workspace_bytes * 2 // 3 <= peak <= plan.workspace_bytes + objects, (peak, plan)
@@ -585,7 +605,7 @@ def test_products_with_both_parts_of_a_complex_weight_count(way, side, small_buf
 def test_a_gradient_is_read_where_it_lies_where_a_block_is_a_run_of_its_pixels():
     grad = ones(2, 3, 5, 4, 6)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, ones(2, 2, 7, 6, 8), (3, 3, 3)).problem
-    plan = by_way(replace(problem, machine=HostModel(1)), weight_gradient.GradientColumns)
+    plan = by_implementation(replace(problem, machine=HostModel(1)), weight_gradient.GradientColumns)
     assert plan
     (loop,) = loops_of(plan)
     for block in product(*(range(1, extent + 1) for extent in (2, 5, 4, 6))):
@@ -607,13 +627,13 @@ WIDE_BORDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...],
 
 
 @pytest.mark.parametrize("name", WIDE_BORDERS)
-@pytest.mark.parametrize("way", [transposed.ScatteredTaps, transposed.ScatteredColumns])
+@pytest.mark.parametrize("implementation", [transposed.ScatteredTaps, transposed.ScatteredColumns])
 @pytest.mark.parametrize("limit", [1 << 19, 1 << 22])
-def test_what_a_wide_border_is_added_to_counts(limit, way, name, small_buffers):
+def test_what_a_wide_border_is_added_to_counts(limit, implementation, name, small_buffers):
     """The buffer for a border spans all elements that the border refers to; the border of a short run spans fewer."""
     grad, weight, x, settings = WIDE_BORDERS[name]
     call = checked_call(cupyconv.conv_grad_input, ones(*grad), ones(*weight), x, **settings, padding_mode="wrap")
-    plan = by_way(replace(call.problem, machine=HostModel(1), workspace_limit=limit), way)  # type: ignore[type-var]
+    plan = by_implementation(replace(call.problem, machine=HostModel(1), workspace_limit=limit), implementation)  # type: ignore[type-var]
     assert plan
     peak, objects = taken(plan, {**call.arrays, "out": np.empty(x, np.float32)})
     assert plan.workspace_bytes * 2 // 3 <= peak <= plan.workspace_bytes + min(objects, 40_000), (peak, plan)
@@ -699,7 +719,7 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
     (result,) = call.results
     arrays = {**call.arrays, "out": np.empty(result.shape, result.dtype)}
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=limit)
-    plans = [by_way(problem, way) for way in ways_for(name, problem)]
+    plans = [by_implementation(problem, implementation) for implementation in implementations_for(name, problem)]
     if name == "conv_grad_input":  # gathered, by a convolution's implementations
         plans += [planned(problem, method) for method in METHODS]
     for plan in filter(None, plans):
@@ -725,13 +745,15 @@ def test_every_way_ends_with_bias_residual_and_activation(dtype, groups):
     expected = np.maximum(before + residual.astype(dtype).astype(np.float32), 0)
     call = checked_call(cupyconv.conv, x, weight, bias, residual=residual, activation="relu", groups=groups)
     problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=600_000)
-    for way in ways_for("conv", problem):
-        if plan := by_way(problem, way):
+    for implementation in implementations_for("conv", problem):
+        if plan := by_implementation(problem, implementation):
             out = np.full(plain.shape, np.nan, dtype)
             with BACKEND.current():
                 BACKEND.prepare(plan)({**call.arrays, "out": out})
-            rounds = 1e-2 if way.__name__ in ("Fft", "Winograd") else 1e-4  # the others' sums are exact
-            np.testing.assert_allclose(out, expected.astype(dtype), rtol=0, atol=rounds, err_msg=way.__name__)
+            rounds = 1e-2 if implementation.__name__ in ("Fft", "Winograd") else 1e-4  # the others' sums are exact
+            np.testing.assert_allclose(
+                out, expected.astype(dtype), rtol=0, atol=rounds, err_msg=implementation.__name__
+            )
 
 
 def test_what_is_made_of_a_constant_weight_has_the_groups_of_its_call():
@@ -740,17 +762,17 @@ def test_what_is_made_of_a_constant_weight_has_the_groups_of_its_call():
     forms = []
     for groups in (1, 2):
         problem: Any = checked_call(cupyconv.conv, x[:, : 2 * groups], weight, groups=groups).problem
-        (loop,) = by_way(replace(problem, machine=HostModel(1)), Columns).steps  # type: ignore[union-attr]
+        (loop,) = by_implementation(replace(problem, machine=HostModel(1)), Columns).steps  # type: ignore[union-attr]
         forms.append(loop.form)  # type: ignore[attr-defined]
     assert forms[0] != forms[1]
 
 
-def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Plan]:
+def least_limit(problem: ProductsProblem, implementation: type[BlockLoop]) -> tuple[int, Plan]:
     """Return the smallest limit for which an implementation has a plan, and this plan."""
     too_little, enough, best = 0, 1 << 26, None
     while enough - too_little > 1:
         limit = (too_little + enough) // 2
-        plan = by_way(replace(problem, workspace_limit=limit), way)
+        plan = by_implementation(replace(problem, workspace_limit=limit), implementation)
         if plan is None:
             too_little = limit
         else:
@@ -761,16 +783,19 @@ def least_limit(problem: ProductsProblem, way: type[BlockLoop]) -> tuple[int, Pl
 
 @pytest.mark.parametrize("mode", ["constant", "wrap"])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("way", [Columns, TapByTap, View])
-def test_the_least_limit_is_what_the_smallest_block_takes(way, threads, mode):
+@pytest.mark.parametrize("implementation", [Columns, TapByTap, View])
+def test_the_least_limit_is_what_the_smallest_block_takes(implementation, threads, mode):
     """Counted and available memory agree up to alignment, also for a widened weight and for a border's indices."""
     for outputs in range(1, 5):
-        x, weight = array(1, 3, 4000, dtype="float16"), array(outputs, 3, 1 if way is View else 5, dtype="float16")
-        padding = 0 if way is View else 1500
+        x, weight = (
+            array(1, 3, 4000, dtype="float16"),
+            array(outputs, 3, 1 if implementation is View else 5, dtype="float16"),
+        )
+        padding = 0 if implementation is View else 1500
         call = checked_call(cupyconv.conv, x, weight, padding=padding, padding_mode=mode, stride=3)
-        if not way.applies(call.problem):
+        if not implementation.applies(call.problem):
             continue
-        limit, plan = least_limit(replace(call.problem, machine=HostModel(threads)), way)
+        limit, plan = least_limit(replace(call.problem, machine=HostModel(threads)), implementation)
         assert limit - 2 * Plan.ALIGNMENT <= plan.workspace_bytes <= limit
 
 
@@ -790,7 +815,10 @@ def test_by_what_a_plan_says_it_takes_memory_of_a_gradient_is_kept_or_not(thread
     for of in LARGE.values():
         problem: Any = large("conv_grad_weight", of, array).problem
         problem = replace(problem, machine=HostModel(threads), workspace_limit=8_000_000)
-        for plan in (by_way(problem, way) for way in ways_for("conv_grad_weight", problem)):
+        for plan in (
+            by_implementation(problem, implementation)
+            for implementation in implementations_for("conv_grad_weight", problem)
+        ):
             for loop in () if plan is None else plan.steps:
                 nbytes: int = getattr(loop, "_memory_bytes", 0)
                 assert not nbytes or 0.95 < nbytes / plan.workspace_bytes < 1.6, plan
@@ -807,19 +835,19 @@ def test_at_the_least_channels_are_taken_one_by_one():
     assert isinstance(loop, GradientChannels) and loop.channels == 1
 
 
-@pytest.mark.parametrize("way", [Columns, TapByTap, GradientChannels, transposed.ScatteredColumns])
-def test_indices_of_a_border_count_as_what_they_take(way):
+@pytest.mark.parametrize("implementation", [Columns, TapByTap, GradientChannels, transposed.ScatteredColumns])
+def test_indices_of_a_border_count_as_what_they_take(implementation):
     """Indices need eight bytes per element of a row that is read; other memory is the same in both modes."""
     x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
     for mode in ("constant", "wrap"):
         border: Any = dict(padding=9_000, padding_mode=mode)
         problem: Any = checked_call(cupyconv.conv, x, weight, **border).problem
-        if way is GradientChannels:
+        if implementation is GradientChannels:
             of_weight = array(1, 1, 37_999), array(1, 2, 20_000), 2
             problem = checked_call(cupyconv.conv_grad_weight, *of_weight, **border).problem
-        if way is transposed.ScatteredColumns:
+        if implementation is transposed.ScatteredColumns:
             problem = checked_call(cupyconv.conv_grad_input, array(1, 1, 37_999), weight, x.shape, **border).problem
-        plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), way)
+        plan = by_implementation(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), implementation)
         assert plan
         (loop,) = loops_of(plan)
         assert isinstance(loop, (PixelLoop, ScatteredLoop))
@@ -838,8 +866,12 @@ def test_no_more_threads_than_there_are_nor_than_have_what_each_needs(threads, l
     ):
         problem: Any = checked_call(cupyconv.conv, x, weight, **settings).problem
         problem = replace(problem, machine=HostModel(threads), workspace_limit=limit)
-        for way in (way for way in ways_for("conv", problem) if getattr(way, "thread_bytes", 0)):
-            plan = by_way(problem, way)
+        for implementation in (
+            implementation
+            for implementation in implementations_for("conv", problem)
+            if getattr(implementation, "thread_bytes", 0)
+        ):
+            plan = by_implementation(problem, implementation)
             for loop in () if plan is None else loops_of(plan):
                 assert isinstance(loop, ConvLoop) and 1 <= loop.threads <= threads
                 assert loop.problem.host.threads in (1, min(threads, max(1, limit // loop.thread_bytes)))
@@ -853,30 +885,32 @@ def test_what_a_refused_way_says_it_needs_is_about_enough(name, threads):
     """A gradient stays within even the smallest limit that fits it, also for sizes that are not whole lines."""
     call = large(name, ((2, 9, 11, 13), (7, 9, 3, 3), {"dtype": "float16"}))
     problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=1)
-    for way in ways_for(name, problem):
+    for implementation in implementations_for(name, problem):
         with pytest.raises(ValueError, match="workspace") as refusal:
-            choose(replace(problem, method="way"), {"way": Method((way,))})
+            choose(replace(problem, method="way"), {"way": Method((implementation,))})
         if "spectra" in str(refusal.value):  # these refusals name no number
             continue
         needed = int(str(refusal.value).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
         # Twice may not be enough: with more memory, pieces are larger too.
-        assert needed > 1 and by_way(replace(problem, workspace_limit=3 * needed), way), way
-        limit, plan = least_limit(problem, way)
+        assert needed > 1 and by_implementation(replace(problem, workspace_limit=3 * needed), implementation), (
+            implementation
+        )
+        limit, plan = least_limit(problem, implementation)
         copied = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("weight", 0)
         sums = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("sums", 0)
-        assert plan.workspace_bytes <= replace(problem, workspace_limit=limit).limit_with(copied + sums), way
+        assert plan.workspace_bytes <= replace(problem, workspace_limit=limit).limit_with(copied + sums), implementation
 
 
-@pytest.mark.parametrize("way", [Columns, TapByTap])
+@pytest.mark.parametrize("implementation", [Columns, TapByTap])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(way, dtype):
+def test_what_is_needed_is_said_to_the_byte_where_a_large_weight_is_copied(implementation, dtype):
     """The copy may use as much memory again in addition to the limit; a refusal names only the limit."""
     x, weight = array(1, 64, 30, 30, dtype=dtype), array(300, 64, 3, 3, dtype=dtype, order="last")
     problem: Any = checked_call(cupyconv.conv, x, weight).problem
     problem = replace(problem, machine=HostModel(1), workspace_limit=1000)
-    limit, _ = least_limit(problem, way)
+    limit, _ = least_limit(problem, implementation)
     with pytest.raises(ValueError, match=f"needs {limit:,} bytes of workspace, the limit is 1,000"):
-        choose(replace(problem, method="way"), {"way": Method((way,))})
+        choose(replace(problem, method="way"), {"way": Method((implementation,))})
 
 
 @pytest.mark.parametrize("side, divided", [(7, 2), (14, 2), (28, 1)])
@@ -884,21 +918,23 @@ def test_one_product_of_few_pixels_that_ends_is_divided_by_blas(side, divided, m
     """Our threads would read the weight twice; a larger image's sums would leave the cache before the epilogue."""
     monkeypatch.setattr("cupyconv.numpy.threads.BLAS", SimpleNamespace(threads=2))
     problem: Any = checked_call(cupyconv.conv, array(1, 64, side, side), array(64, 64, 1, 1), activation="relu").problem
-    (loop,) = by_way(replace(problem, machine=HostModel(2)), View).steps  # type: ignore[union-attr]
+    (loop,) = by_implementation(replace(problem, machine=HostModel(2)), View).steps  # type: ignore[union-attr]
     assert isinstance(loop, View) and loop.divided == divided
 
 
 def test_a_product_of_one_tap_is_as_large_as_its_sums():
     x, grad = ones(1, 40, 40, 40), ones(1, 30, 38, 38)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3)).problem
-    plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=1 << 24), weight_gradient.GradientTaps)
+    plan = by_implementation(
+        replace(problem, machine=HostModel(1), workspace_limit=1 << 24), weight_gradient.GradientTaps
+    )
     assert plan and {buffer.name: buffer.nbytes for buffer in plan.workspace}["products"] == 40 * 30 * 4
 
 
 @pytest.mark.parametrize("dtype, is_copied", [("complex64", False), ("float16", True)])
 def test_a_weight_is_copied_where_products_do_not_take_it_as_it_lies(dtype, is_copied):
     call = checked_call(cupyconv.conv_transpose, ones(2, 6, 20, 20, dtype=dtype), ones(6, 4, 3, 3, dtype=dtype))
-    plan = by_way(replace(call.problem, machine=HostModel(1)), transposed.ScatteredColumns)  # type: ignore[type-var]
+    plan = by_implementation(replace(call.problem, machine=HostModel(1)), transposed.ScatteredColumns)  # type: ignore[type-var]
     assert plan and any(buffer.name == "weight" and buffer.nbytes for buffer in plan.workspace) == is_copied
 
 
@@ -907,8 +943,8 @@ def test_the_weight_stays_as_it_is_where_products_take_its_conjugate():
     grad, weight = make(1, 3, 9, 9, dtype="complex64"), make(3, 2, 3, 3, dtype="complex64")
     before = weight.copy()
     call = checked_call(cupyconv.conv_grad_input, grad, weight, (1, 2, 11, 11))
-    for way in ways_for("conv_grad_input", call.problem):  # type: ignore[arg-type]
-        plan = by_way(replace(call.problem, machine=HostModel(1)), way)  # type: ignore[type-var]
+    for implementation in implementations_for("conv_grad_input", call.problem):  # type: ignore[arg-type]
+        plan = by_implementation(replace(call.problem, machine=HostModel(1)), implementation)  # type: ignore[type-var]
         BACKEND.prepare(plan)({**call.arrays, "out": np.empty((1, 2, 11, 11), np.complex64)})  # type: ignore[arg-type]
         np.testing.assert_array_equal(weight, before)
 
@@ -921,11 +957,11 @@ def test_products_are_scattered_pixel_by_pixel_in_three_dimensions_and_of_inputs
     call = checked_call(cupyconv.conv_transpose, [x[:, :6], x[:, 6:]], weight, groups=2, out=out)
     for threads in (1, 2):
         problem: Any = replace(call.problem, machine=HostModel(threads))
-        for way in ways_for("conv_transpose", problem):
-            if plan := by_way(problem, way):
+        for implementation in implementations_for("conv_transpose", problem):
+            if plan := by_implementation(problem, implementation):
                 out[...] = 77
                 BACKEND.prepare(plan)(call.arrays)
-                np.testing.assert_allclose(out, expected, atol=1e-3, err_msg=way.__name__)
+                np.testing.assert_allclose(out, expected, atol=1e-3, err_msg=implementation.__name__)
 
 
 @pytest.mark.parametrize("side, is_kept", [(8, True), (800, False)])
@@ -938,15 +974,15 @@ def test_of_a_weight_that_never_changes_what_is_made_is_kept_and_counted_once(dt
     problem = replace(problem, machine=HostModel(1), workspace_limit=1 << 28)
     made = side * side * 9 * 4
     for is_constant in (False, True):
-        plan = by_way(replace(problem, weight_is_constant=is_constant), Columns)
+        plan = by_implementation(replace(problem, weight_is_constant=is_constant), Columns)
         assert plan
         (loop,) = loops_of(plan)
         sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
         stays = is_constant and is_kept and dtype == "float16"
         assert loop.kept_bytes == (made if stays else 0)
         assert (sizes.get("weight", 0) >= made) == (dtype == "float16" and not stays)
-    for way in ways_for("conv", problem):
-        plan = by_way(replace(problem, weight_is_constant=True), way)
+    for implementation in implementations_for("conv", problem):
+        plan = by_implementation(replace(problem, weight_is_constant=True), implementation)
         assert plan is None or all(step.kept_bytes >= 0 for step in plan.steps)  # type: ignore[attr-defined]
 
 
@@ -976,8 +1012,8 @@ def test_a_call_is_silent_whatever_the_caller_asks_for():
 @given(st.integers(0, 10**9))
 def test_blocks_are_all_of_the_result_each_pixel_once(name, seed):
     problem, _ = problem_of(name, Random(seed))
-    for way in ways_for(name, problem):
-        plan = by_way(problem, way)
+    for implementation in implementations_for(name, problem):
+        plan = by_implementation(problem, implementation)
         for loop in () if plan is None else loops_of(plan):
             loop = loop.first if isinstance(loop, FftShares) else loop
             geometry = loop.geometry
@@ -1002,9 +1038,9 @@ def sums_of(
     """Yield the plan of a weight gradient by each implementation that sums over blocks."""
     call = checked_call(cupyconv.conv_grad_weight, grad, x, kernel, out=out)
     problem: Any = replace(call.problem, machine=HostModel(threads), workspace_limit=limit)
-    for way in ways_for("conv_grad_weight", problem):
-        if issubclass(way, WeightGradientLoop):
-            yield problem, by_way(problem, way)
+    for implementation in implementations_for("conv_grad_weight", problem):
+        if issubclass(implementation, WeightGradientLoop):
+            yield problem, by_implementation(problem, implementation)
 
 
 def test_sums_beside_a_result_are_those_of_outputs_that_have_room():
@@ -1084,12 +1120,12 @@ def test_a_gradient_is_copied_where_its_pixels_are_not_in_the_order_of_the_produ
     assert {*seen} == {False, True}
 
 
-@pytest.mark.parametrize("way", [weight_gradient.GradientMecProducts, GradientChannels])
-def test_a_gradient_of_large_samples_is_read_where_it_lies(way):
+@pytest.mark.parametrize("implementation", [weight_gradient.GradientMecProducts, GradientChannels])
+def test_a_gradient_of_large_samples_is_read_where_it_lies(implementation):
     """The gradient is read sample by sample, also in the order of columns that taps share."""
     grad, x = array(2, 32, 58, 58), array(2, 32, 60, 60)
     problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (3, 3), groups=4).problem
-    (loop,) = by_way(replace(problem, machine=HostModel(1)), way).steps  # type: ignore[union-attr]
+    (loop,) = by_implementation(replace(problem, machine=HostModel(1)), implementation).steps  # type: ignore[union-attr]
     assert loop.copied_bytes == 0 if isinstance(loop, GradientChannels) else loop.is_factor(loop.block)  # type: ignore[attr-defined]
 
 
@@ -1107,15 +1143,19 @@ def test_a_price_is_of_what_there_is_to_do(name, seed):
     (problem, _), (larger, _) = (problem_of(name, Random(seed), threads=1, times=times) for times in (1, 4))
     factors = cost.multiply_adds(problem) / (2 if cost.is_complex_product(problem) else 1)
     least = problem.flops / 2 * factors * cost.MULTIPLY_ADD + problem.minimal_bytes * BYTE
-    for way in (way for way in ways_for(name, problem) if way.applies(larger)):
-        plans = [by_way(replace(each, workspace_limit=16 << 20), way) for each in (problem, larger)]
+    for implementation in (
+        implementation for implementation in implementations_for(name, problem) if implementation.applies(larger)
+    ):
+        plans = [
+            by_implementation(replace(each, workspace_limit=16 << 20), implementation) for each in (problem, larger)
+        ]
         if None in plans:
             continue
         assert all(plan and plan.reason for plan in plans)
         loops, more = ([*loops_of(plan)] for plan in plans if plan)
         work = sum(loop.work for loop in loops)
-        assert LESS * least < work < MORE * least, (work / least, way)
-        assert work < sum(loop.work for loop in more) < FOUR_TIMES * work, way
+        assert LESS * least < work < MORE * least, (work / least, implementation)
+        assert work < sum(loop.work for loop in more) < FOUR_TIMES * work, implementation
         for loop in loops:
             geometry, turns = loop.geometry, loop.turns
             assert 2 * turns <= loop.calls < 100 * turns * (geometry.taps + geometry.group_outputs), loop
@@ -1128,8 +1168,8 @@ def test_a_price_is_of_what_there_is_to_do(name, seed):
 def test_what_one_thread_does_first_is_part_of_the_work():
     problem: Any = checked_call(cupyconv.conv, array(1, 64, 9, 9), array(64, 64, 3, 3)).problem
     problem, seen = replace(problem, machine=HostModel(1)), 0
-    for way in ways_for("conv", problem):
-        for loop in loops_of(by_way(problem, way)):  # type: ignore[arg-type]
+    for implementation in implementations_for("conv", problem):
+        for loop in loops_of(by_implementation(problem, implementation)):  # type: ignore[arg-type]
             assert loop.seconds == pytest.approx(loop.work + loop.fresh_work + loop.calls * cost.CALL, rel=1e-6)
             seen += loop.first_work > 0
     assert seen
@@ -1148,7 +1188,7 @@ def test_phases_that_taps_reach_are_convolutions_by_the_method_that_was_asked_fo
         plan = transposed.plan_gathered(within)
         steps = [step for step in plan.steps if isinstance(step, GatheringStep)]
         assert len(steps) >= 4 and plan.method == method
-        assert all(type(step.convolution) in ways_of(convolution.METHODS[method]) for step in steps)
+        assert all(type(step.convolution) in implementations_of(convolution.METHODS[method]) for step in steps)
 
 
 def test_what_is_kept_for_all_phases_keeps_within_the_limit():
@@ -1166,7 +1206,7 @@ def test_what_is_kept_for_all_phases_keeps_within_the_limit():
 def test_groups_of_a_block_have_their_own_bias_and_place():
     x, weight, bias = np.ones((1, 256, 9, 9), np.float32), np.ones((256, 1, 3, 3), np.float32), np.arange(256.0)
     problem: Any = checked_call(cupyconv.conv, x, weight, bias.astype(np.float32), groups=256).problem
-    plan = by_way(replace(problem, machine=HostModel(1), workspace_limit=100_000), ToeplitzRows)
+    plan = by_implementation(replace(problem, machine=HostModel(1), workspace_limit=100_000), ToeplitzRows)
     out = np.empty((1, 256, 7, 7), np.float32)
     with BACKEND.current():
         BACKEND.prepare(plan)({"x": x, "weight": weight, "bias": bias.astype(np.float32), "out": out})
@@ -1185,7 +1225,7 @@ def test_products_of_a_convolution_are_the_result_where_it_is_a_matrix_and_nothi
     out = integers(Random(1))(1, 6, 20, 20, dtype="float32", order=order)
     settings = {"residual": array(1, 6, 20, 20)} if residual else {}
     call = checked_call(cupyconv.conv, array(1, 8, 20, 20), array(6, 8, 1, 1), out=out, **settings)
-    plan = by_way(replace(call.problem, machine=HostModel(1)), View)  # type: ignore[arg-type]
+    plan = by_implementation(replace(call.problem, machine=HostModel(1)), View)  # type: ignore[arg-type]
     assert plan and (plan.workspace_bytes == 0) == written
 
 

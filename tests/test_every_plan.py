@@ -209,8 +209,8 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
     says_what_it_does(plan)
     microseconds = float(plan.price.split(" ")[1].replace(",", "")) if plan.price else None
     if microseconds is not None and steps:
-        at_least = max(plan.minimal_bytes / gpu.bandwidth, gpu.launch_seconds * len(plan.steps))
-        assert 0.9 * at_least < microseconds * 1e-6 < 1 + 1e4 * at_least
+        lower_bound = max(plan.minimal_bytes / gpu.bandwidth, gpu.launch_seconds * len(plan.steps))
+        assert 0.9 * lower_bound < microseconds * 1e-6 < 1 + 1e4 * lower_bound
 
 
 def chunks_of(plan: Plan) -> int:

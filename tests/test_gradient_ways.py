@@ -21,7 +21,7 @@ from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
 from cupyconv.numpy.weight_rows import GradientRows
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 from cupyconv.problem.problems import NotApplicable
 
 
@@ -127,8 +127,10 @@ def test_where_phases_were_measured_to_be_best_as_outputs(shape, kernel, setting
 # --- the weight's gradient ------------------------------------------------------------------------------------
 
 
-def only(monkeypatch, *ways):
-    monkeypatch.setitem(weight_gradient.METHODS, "gemm", weight_gradient.METHODS["gemm"]._replace(ways=ways))
+def only(monkeypatch, *implementations):
+    monkeypatch.setitem(
+        weight_gradient.METHODS, "gemm", weight_gradient.METHODS["gemm"]._replace(implementations=implementations)
+    )
 
 
 def loops_of(plan):
@@ -378,8 +380,12 @@ def test_long_and_short_products_have_no_runs(outputs, columns, pixels):
     ("direct", (2, 3, 40, 41), (5, 3, 3, 3), {}),
 ])  # fmt: skip
 def test_sums_of_runs(method, shape, kernel, window, fresh, monkeypatch):
-    ways = (weight_gradient.GradientView, weight_gradient.GradientMecProducts, weight_gradient.GradientColumns)
-    only(monkeypatch, *ways)
+    implementations = (
+        weight_gradient.GradientView,
+        weight_gradient.GradientMecProducts,
+        weight_gradient.GradientColumns,
+    )
+    only(monkeypatch, *implementations)
     x, called = integers(*shape), []
     own = weight_sums.WeightRun._add_runs
     monkeypatch.setattr(weight_sums.WeightRun, "_add_runs", lambda *args: called.append(1) or own(*args))
@@ -417,18 +423,22 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
     assert limit is None or plan.workspace_bytes <= limit
 
 
-@pytest.mark.parametrize("way, shape, kernel", [
+@pytest.mark.parametrize("implementation, shape, kernel", [
     ("columns", (4, 3, 96, 96), (16, 3, 7, 7)),
     ("channels", (4, 64, 17, 17), (64, 64, 7, 1)),
     ("MEC rows", (2, 3, 64, 64), (8, 3, 3, 3)),
     ("taps", (2, 32, 40, 40), (32, 32, 3, 3)),
 ])  # fmt: skip
-def test_what_a_gradient_writes_beside_its_result_stays(way, shape, kernel, fresh, monkeypatch):
+def test_what_a_gradient_writes_beside_its_result_stays(implementation, shape, kernel, fresh, monkeypatch):
     """The next call writes to the same memory; after the memory was released, a call allocates it again."""
-    ways = {each.name: each for each in (weight_gradient.GradientColumns, GradientChannels, GradientRows)}
-    ways["taps"] = weight_gradient.GradientTaps
-    only(monkeypatch, ways[way])
-    x, method, stride = integers(*shape), "direct" if way == "taps" else "gemm", 1 + (way == "columns")
+    implementations = {each.name: each for each in (weight_gradient.GradientColumns, GradientChannels, GradientRows)}
+    implementations["taps"] = weight_gradient.GradientTaps
+    only(monkeypatch, implementations[implementation])
+    x, method, stride = (
+        integers(*shape),
+        "direct" if implementation == "taps" else "gemm",
+        1 + (implementation == "columns"),
+    )
     grad = cupyconv.conv(x, np.zeros(kernel, np.float32), stride=stride)
     out, python_objects = np.empty(kernel, np.float32), 100_000
     call = partial(cupyconv.conv_grad_weight, grad, x, kernel[2:], stride=stride, method=method, out=out)
@@ -447,18 +457,18 @@ def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh,
     grad = cupyconv.conv(x, np.zeros((16, 3, 7, 7), np.float32))
     out, python_objects = np.empty((16, 3, 7, 7), np.float32), 100_000
     call = partial(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
-    others = kept.BUDGET - weight_sums.KEPT_BLOCKS
+    others = caches.BUDGET - weight_sums.KEPT_BLOCKS
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
         call()
         cupyconv.clear_caches()
-        assert kept.reserve(others)
+        assert caches.reserve(others)
         try:
             call()
-            assert kept.spent() < others + python_objects
+            assert caches.spent() < others + python_objects
             assert 2 * python_objects < peak_bytes(call) <= plan.workspace_bytes + python_objects
         finally:
-            kept.release(others)
+            caches.release(others)
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (7, 7)), "float32")
 
 
@@ -471,12 +481,12 @@ def test_memory_that_gradients_keep_is_a_part_of_the_budget(fresh):
         return weight_sums.memory_of_run(dtype, nbytes, 1) is kept_scratch(dtype)
 
     assert is_kept(most) and not is_kept(most + 1)
-    others = kept.BUDGET - most - kept.spent() - 1000
-    assert others > most and kept.reserve(others)
+    others = caches.BUDGET - most - caches.spent() - 1000
+    assert others > most and caches.reserve(others)
     try:
         assert is_kept(1000) and not is_kept(1001)
     finally:
-        kept.release(others)
+        caches.release(others)
 
 
 def test_phases_of_an_image_that_is_not_finite_take_no_more():

@@ -57,9 +57,15 @@ of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
 
 def forced_plan(call, arithmetic, tile, *, moves=False):
     """Return the method's plan for a call with this arithmetic and tile; `moves` says if the inputs are moved first."""
-    ways = implicit_gemm._ways
+    implementations = implicit_gemm._ways
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implicit_gemm, "_ways", lambda *how: [way for way in ways(*how) if bool(way.steps) == moves])
+        patch.setattr(
+            implicit_gemm,
+            "_ways",
+            lambda *how: [
+                implementation for implementation in implementations(*how) if bool(implementation.steps) == moves
+            ],
+        )
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile,))
         return cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
@@ -345,10 +351,10 @@ def test_inputs_are_moved_where_that_is_less():
 @pytest.mark.parametrize("channels", [(24,), (5, 150)])
 def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, samples, channels, monkeypatch):
     """The weight is packed once; all chunks but the last are alike; long sums have parts in each chunk."""
-    ways = implicit_gemm._ways
+    implementations = implicit_gemm._ways
 
     def some_samples(*how):
-        return [replace(ways(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
+        return [replace(implementations(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
 
     case = ConvCase(
         batch=batch, channels=channels, out_channels=9, spatial=(9, 8), kernel=(3, 3), padding=1,

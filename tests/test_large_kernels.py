@@ -19,7 +19,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import max_pool, pool_blocks, pool_windows
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 
 SIZE = 1500
 
@@ -251,4 +251,4 @@ def test_sums_of_a_weight_gradient_beyond_the_limit(dtype, is_c_order):
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (60, 60)), np.dtype(dtype).name)
     on_top = 0 if is_c_order and dtype == np.float32 else 3 * 60 * 60 * max(4, np.dtype(dtype).itemsize)
     assert plan.workspace_bytes <= 30_000 + on_top
-    assert peak <= plan.workspace_bytes + kept.spent() + 200_000  # and Python's objects
+    assert peak <= plan.workspace_bytes + caches.spent() + 200_000  # and Python's objects

@@ -18,7 +18,7 @@ import cupyconv
 from cupyconv.numpy import cost, gathered, interleaved
 from cupyconv.numpy.lone_product import LoneProduct
 from cupyconv.numpy.shifts import Shifts
-from cupyconv.problem.kept import BUDGET, spent
+from cupyconv.problem.caches import BUDGET, spent
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import _OPERATIONS, LEAST_WORKSPACE, NEAR, _enough_workspace
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 
 SHAPES = {
     "pointwise": ((4, 16, 40, 40), (8, 16, 1, 1), {}),
@@ -233,9 +233,9 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
         del result
         plan = cupyconv.explain(function, **case)
         cupyconv.clear_caches()
-        before = kept._spent
+        before = caches._spent
         first = peak_bytes(lambda: function(**case))
-        stays = kept._spent - before
+        stays = caches._spent - before
         peak = peak_bytes(lambda: function(**case))
     assert peak <= new + plan.workspace_bytes + PYTHON_OBJECTS, (peak - new, str(plan))
     assert first <= new + plan.workspace_bytes + stays + PLANNING, (first - new, stays, str(plan))

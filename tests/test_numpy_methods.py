@@ -22,7 +22,7 @@ class Reversed(Columns):
     """Multiply the columns of a block in reverse order."""
 
     name = "reversed columns"
-    words = "columns from the last to the first"
+    description = "columns from the last to the first"
 
     @classmethod
     def applies(cls, problem):
@@ -49,7 +49,7 @@ class Reversed(Columns):
 @pytest.fixture
 def with_one_more(monkeypatch):
     """Add a method to the tables; its estimated time is almost zero at stride 1."""
-    one = Method((Reversed,), at_least=lambda problem: 1.0 * (problem.geometry.stride != (1, 1, 1)))
+    one = Method((Reversed,), lower_bound=lambda problem: 1.0 * (problem.geometry.stride != (1, 1, 1)))
     for table in ("METHODS", "GROUPED"):
         monkeypatch.setattr(convolution, table, {"reversed": one, **getattr(convolution, table)})
     forget_calls()
@@ -106,14 +106,16 @@ def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
     from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 
     scaled = depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps
-    ways = {"gemm": (*gemm.WAYS, ToeplitzRows), "direct": (*direct.WAYS, *scaled)}[name]
+    implementations = {"gemm": (*gemm.IMPLEMENTATIONS, ToeplitzRows), "direct": (*direct.IMPLEMENTATIONS, *scaled)}[
+        name
+    ]
     rng = np.random.default_rng(0)
     for groups, kernel, stride, dtype in [
         (1, 3, 1, "float32"), (1, 1, 1, "float32"), (4, 3, 1, "float32"), (4, 3, 2, "float32"), (4, 3, 2, "complex64"),
     ]:  # fmt: skip
         x, weight = rng.random((1, 4, 30, 30), np.float32), np.ones((4, 4 // groups, kernel, kernel), dtype)
         (step,) = cupyconv.explain(cupyconv.conv, x, weight, groups=groups, stride=stride, method=name).steps
-        assert type(step) in ways
+        assert type(step) in implementations
         np.testing.assert_allclose(
             cupyconv.conv(x, weight, groups=groups, stride=stride, method=name),
             reference.conv(x, weight, groups=groups, stride=stride),

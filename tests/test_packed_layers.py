@@ -21,7 +21,7 @@ from cupyconv import ConvLayer
 from cupyconv.call.repeated import RepeatedCall
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.numpy.winograd import Winograd
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 
 
 @pytest.fixture(params=TARGETS)
@@ -107,7 +107,7 @@ def test_what_is_read_in_another_way_has_a_form_of_its_own(cuda):
 
 
 def test_of_many_forms_some_are_made_anew(cuda, monkeypatch):
-    monkeypatch.setattr(kept, "MOST_FORMS", 0)
+    monkeypatch.setattr(caches, "MOST_FORMS", 0)
     x, packed = integers(2, 6, 9, 8), layer_on(cuda, 5, 6, 3, 3).packed()
     cuda.device.waits = 0
     for _ in range(2):
@@ -170,14 +170,14 @@ def test_another_weight_is_another_layer(target):
 @pytest.mark.parametrize("shape", [(8, 8, 3, 3), (64, 64, 3, 3)])
 def test_on_numpy_it_goes_with_the_layer_too(shape):
     gc.collect()
-    forms = len(kept._forms)
+    forms = len(caches._forms)
     packed = ConvLayer(integers(*shape), padding=1).packed()
     cupyconv.conv_chain(integers(1, shape[1], 28, 28), [packed])
     copy = weakref.ref(packed.weight.base)
-    assert len(kept._forms) == forms + 1
+    assert len(caches._forms) == forms + 1
     del packed
     gc.collect()
-    assert copy() is None and len(kept._forms) == forms
+    assert copy() is None and len(caches._forms) == forms
 
 
 def test_layers_laid_out_alike_keep_each_its_own(target, by_implicit_gemm):
@@ -198,7 +198,7 @@ def test_numpys_copy_is_read_only():
 
 def test_what_is_kept_goes_with_the_layer(cuda):
     gc.collect()
-    before, forms = cuda.device.allocated_bytes, len(kept._forms)
+    before, forms = cuda.device.allocated_bytes, len(caches._forms)
     packed = layer_on(cuda, 5, 6, 3, 3).packed()
     x = cuda.to_device(integers(2, 6, 9, 8))
     plan = cupyconv.explain(cupyconv.conv_chain, x, [packed])
@@ -209,7 +209,7 @@ def test_what_is_kept_goes_with_the_layer(cuda):
     assert cuda.device.allocated_bytes - before == nbytes + packed.weight.nbytes + x.nbytes
     del packed, x
     gc.collect()
-    assert (cuda.device.allocated_bytes, len(kept._forms)) == (before, forms)
+    assert (cuda.device.allocated_bytes, len(caches._forms)) == (before, forms)
 
 
 def test_what_is_kept_is_beside_the_limit(cuda):

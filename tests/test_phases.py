@@ -75,15 +75,19 @@ def products(plan):
 
 def run_forced(target, variant, *arguments, **settings):
     """Return the result of one variant, and its plan."""
-    arithmetic, gather, ways = variant["ARITHMETIC"], variant["GATHER"], implicit_gemm._ways
+    arithmetic, gather, implementations = variant["ARITHMETIC"], variant["GATHER"], implicit_gemm._ways
 
-    def chosen_ways(*how):
+    def chosen_implementations(*how):
         if gather == "ALONG_PIXELS":  # it reads any layout
-            return [replace(way, gather=gather) for way in ways(*how) if not way.steps]
-        return [way for way in ways(*how) if way.gather == gather]
+            return [
+                replace(implementation, gather=gather)
+                for implementation in implementations(*how)
+                if not implementation.steps
+            ]
+        return [implementation for implementation in implementations(*how) if implementation.gather == gather]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implicit_gemm, "_ways", chosen_ways)
+        patch.setattr(implicit_gemm, "_ways", chosen_implementations)
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile_of(variant),))
         call = checked_call(cupyconv.conv_transpose, *arguments, method="implicit_gemm", **settings)

@@ -19,7 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import array
 from strategies import share_of_examples
-from test_every_numpy_plan import ANY, LARGE, Call, by_way, large, loops_of, planned, problem_of, seconds, ways_for
+from test_every_numpy_plan import (
+    ANY,
+    LARGE,
+    Call,
+    by_implementation,
+    implementations_for,
+    large,
+    loops_of,
+    planned,
+    problem_of,
+    seconds,
+)
 
 import cupyconv.numpy
 from cupyconv.call.explain import checked_call
@@ -91,7 +102,7 @@ def test_where_everything_takes_twice_as_long_a_plan_does_and_is_the_same(name, 
     assert plan is None or together == 2 * alone
 
 
-def both_ways(of: str, threads: int) -> tuple[list[Any], list[float]]:
+def both_implementations(of: str, threads: int) -> tuple[list[Any], list[float]]:
     """Return the loops that run a chain by tiles and layer by layer, and the seconds of both."""
     x, layers = chains.LARGE[of]
     problem: Any = checked_call(cupyconv.conv_chain, x, layers, fuse=True).problem
@@ -106,17 +117,17 @@ def both_ways(of: str, threads: int) -> tuple[list[Any], list[float]]:
 @pytest.mark.parametrize("of", chains.LARGE)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_chain_is_cut_alike_and_takes_twice_as_long(of, threads, prices):
-    loops, alone = both_ways(of, threads)
+    loops, alone = both_implementations(of, threads)
     prices(2.0)
-    assert both_ways(of, threads) == (loops, [2 * each for each in alone])
+    assert both_implementations(of, threads) == (loops, [2 * each for each in alone])
 
 
 @pytest.mark.parametrize("of", ["wide between", "strides"])
 def test_no_price_makes_a_chain_take_less(of, prices):
-    _, (tiles, apart) = both_ways(of, 2)
+    _, (tiles, apart) = both_implementations(of, 2)
     for price in PRICES:
         prices(1.01, price)
-        _, dearer = both_ways(of, 2)
+        _, dearer = both_implementations(of, 2)
         prices(1.0, price)
         assert dearer[0] >= tiles and dearer[1] >= apart
 
@@ -147,12 +158,15 @@ def larger(of: str, axis: str) -> Call:
     return (samples, channels, *size), (outputs, own, *kernel), more
 
 
-def loops_by_way(name: str, call: Call) -> dict[str, list[BlockLoop]]:
+def loops_by_implementation(name: str, call: Call) -> dict[str, list[BlockLoop]]:
     """Return the loops of each implementation on one thread, for arrays that are never read."""
     problem: Any = large(name, call, array).problem
     problem = replace(problem, machine=HostModel(1), workspace_limit=64 << 20)
-    plans = {way.__name__: by_way(problem, way) for way in ways_for(name, problem)}
-    return {way: [*loops_of(plan)] for way, plan in plans.items() if plan}
+    plans = {
+        implementation.__name__: by_implementation(problem, implementation)
+        for implementation in implementations_for(name, problem)
+    }
+    return {implementation: [*loops_of(plan)] for implementation, plan in plans.items() if plan}
 
 
 def work(loops: Iterable[BlockLoop]) -> float:
@@ -164,17 +178,25 @@ def work(loops: Iterable[BlockLoop]) -> float:
 def test_of_more_work_there_is_more_of_everything(name, of, prices):
     """Doubling a constant shows how much of its work there is: never less than 0, nor much less in larger calls."""
     calls = {axis: larger(of, axis) for axis in ("nothing", "samples", "channels", "outputs", "rows")}
-    by_way = {axis: loops_by_way(name, call) for axis, call in calls.items()}
+    by_implementation = {axis: loops_by_implementation(name, call) for axis, call in calls.items()}
     amounts: dict[tuple[str, str], dict[str, float]] = {}
-    before = {(axis, way): work(loops) for axis, ways in by_way.items() for way, loops in ways.items()}
+    before = {
+        (axis, implementation): work(loops)
+        for axis, implementations in by_implementation.items()
+        for implementation, loops in implementations.items()
+    }
     for price in PRICES:
         prices(2.0, price)
-        for (axis, way), alone in before.items():
-            amount = work(by_way[axis][way]) - alone
-            assert amount > -1e-9 * alone, (way, axis, price)
-            amounts.setdefault((way, price), {})[axis] = max(0.0, amount)
+        for (axis, implementation), alone in before.items():
+            amount = work(by_implementation[axis][implementation]) - alone
+            assert amount > -1e-9 * alone, (implementation, axis, price)
+            amounts.setdefault((implementation, price), {})[axis] = max(0.0, amount)
         prices(1.0, price)
-    for (way, price), amount in amounts.items():
+    for (implementation, price), amount in amounts.items():
         if (one := amount["nothing"]) and price != "PRODUCT":
             for axis, several in amount.items():
-                assert LEAST * one <= several <= MOST * one or (price in SPARED and not several), (way, price, axis)
+                assert LEAST * one <= several <= MOST * one or (price in SPARED and not several), (
+                    implementation,
+                    price,
+                    axis,
+                )

@@ -20,7 +20,7 @@ import pytest
 import cupyconv
 from cupyconv.numpy.convolution import ConvRun
 from cupyconv.numpy.threads import BLAS
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import Windows
 
@@ -155,19 +155,19 @@ def forked_while_another_thread_holds(locks: Iterable[Any], child: Callable[[], 
 def test_a_child_of_a_fork_while_another_thread_keeps_something():
     """The child does not wait for a lock whose holder exists only in the parent."""
     layer = cupyconv.ConvLayer(WEIGHT[..., :3, :3], padding=1).packed()
-    forms = kept.forms_of(layer.weight)
+    forms = caches.forms_of(layer.weight)
 
     def child() -> None:
         cupyconv.conv(np.ones((1, 1, 9)), np.ones((1, 1, 3)))
         forms.keep("form", lambda: 1)
 
-    assert forked_while_another_thread_holds((kept._lock, forms._lock), child) == 0
+    assert forked_while_another_thread_holds((caches._lock, forms._lock), child) == 0
 
 
 @needs_fork
 def test_a_child_of_a_fork_while_another_thread_works_out_a_property():
     """Python 3.11 locks each cached property.  Children do not wait for a parent's thread; one of 200 once hung."""
-    properties = [*kept._cached_properties()]
+    properties = [*caches._cached_properties()]
     assert {vars(Windows)["span"], vars(Operand)["pixels"]} <= {*properties}
     locks = [getattr(cached, "lock", contextlib.nullcontext()) for cached in properties]
     call = partial(cupyconv.conv, np.ones((1, 1, 9)), np.ones((1, 1, 3)), stride=2)

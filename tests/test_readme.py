@@ -96,12 +96,12 @@ def test_the_figures_are_the_records(page):
 
 def test_the_figures_show_every_peer_and_losses_in_bold():
     def row(name, group, **of):
-        ways = {peer: {"ratio": ratio, "beyond_result": 1 << 20} for peer, ratio in of.items()}
+        implementations = {peer: {"ratio": ratio, "beyond_result": 1 << 20} for peer, ratio in of.items()}
         return {
             "case": {"name": name},
             "group": group,
             "chosen": "gemm",
-            "ways": {"cupyconv": {"median": 2e-3, "beyond_result": 0}, **ways},
+            "ways": {"cupyconv": {"median": 2e-3, "beyond_result": 0}, **implementations},
         }
 
     known = dict(machine="m", blas="b", blas_threads="2 threads", load_before=2.0, python="3", date="d", clock="c")

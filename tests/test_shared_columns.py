@@ -52,8 +52,8 @@ def small_cache(request, monkeypatch):
     monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products are, because no other implementation applies.
     others = (weight_gradient.GradientColumns, weight_gradient.GradientTaps, weight_channels.GradientChannels)
-    for way in (gemm.Columns, shifts.Shifts, direct.TapByTap, depthwise.ScaledPixels, *others):
-        monkeypatch.setattr(way, "applies", lambda problem: False)
+    for implementation in (gemm.Columns, shifts.Shifts, direct.TapByTap, depthwise.ScaledPixels, *others):
+        monkeypatch.setattr(implementation, "applies", lambda problem: False)
     forget_calls()
     yield
     forget_calls()

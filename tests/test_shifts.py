@@ -41,8 +41,8 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def shifts_only(monkeypatch):
     monkeypatch.setitem(convolution.METHODS, "gemm", convolution.SHIFTED["gemm"])
-    for way in (gemm.View, gemm.Columns, mec.MecRows, long_rows.LongRows):
-        monkeypatch.setattr(way, "applies", lambda problem: False)
+    for implementation in (gemm.View, gemm.Columns, mec.MecRows, long_rows.LongRows):
+        monkeypatch.setattr(implementation, "applies", lambda problem: False)
     forget_calls()
     yield
     forget_calls()

@@ -148,7 +148,7 @@ def test_a_convolution_is_followed_through_few_files():
     """A first call on NumPy runs through nineteen files from its signature to its product, for a newcomer to read.
 
     They are the operation, three files of `call/`, eight of `numpy/`, and seven of `problem/`.  All layers share two of
-    them: `cost`, the only place that estimates times of methods, and `kept`, the only budget of what is cached between
+    them: `cost`, the only place that estimates times of methods, and `caches`, the only budget of what is cached between
     calls.  In `numpy/`, all kinds of problems share `choice` and `block_loops`: in one file with the convolution's own
     code they were 700 lines of three subjects, and a reader of one subject does not want the others.
     """

@@ -75,12 +75,12 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     """Every implementation is planned for its case and exact; views need two real or two complex factors."""
     if body == "MEC columns":  # columns are faster for an image this small
         monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
-        for way in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
-            monkeypatch.setattr(way, "applies", lambda problem: False)
-    for way in (GradientStrips, GradientRuns):
-        if body == way.name:
-            monkeypatch.setattr(way, "turn_calls", 0)
-            monkeypatch.setattr(way, "seconds", 0.0)
+        for implementation in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
+            monkeypatch.setattr(implementation, "applies", lambda problem: False)
+    for implementation in (GradientStrips, GradientRuns):
+        if body == implementation.name:
+            monkeypatch.setattr(implementation, "turn_calls", 0)
+            monkeypatch.setattr(implementation, "seconds", 0.0)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(
@@ -158,10 +158,12 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
     on_device = target.to_device(grad), [target.to_device(a) for a in x]
     settings = {"padding": 1, "groups": groups, "method": "gemm"}
-    for way in (way for way in weight_gradient_cuda.CUTS if way[0] == is_long):
+    for implementation in (
+        implementation for implementation in weight_gradient_cuda.CUTS if implementation[0] == is_long
+    ):
         forget_calls()
         with monkeypatch.context() as one:
-            one.setattr(weight_gradient_cuda, "CUTS", (way,))
+            one.setattr(weight_gradient_cuda, "CUTS", (implementation,))
             for limit in (None, explained(*on_device, (3, 3), **settings).workspace_bytes // 2):
                 plan = explained(*on_device, (3, 3), limit=limit, **settings)
                 assert "sum in " in plan.reason
@@ -264,23 +266,23 @@ def test_a_lone_part_of_two_planes_is_not_the_result(cuda_target, dtypes):
 def test_more_samples_than_a_call_has_products(fresh, monkeypatch):
     """The plan is within any limit, for every way to split the sum."""
     grad, x = (np.broadcast_to(np.float32(0), (2 * 65_536, channels, 6)) for channels in (8, 5))
-    for way in weight_gradient_cuda.CUTS:
-        monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
+    for implementation in weight_gradient_cuda.CUTS:
+        monkeypatch.setattr(weight_gradient_cuda, "CUTS", (implementation,))
         forget_calls()
         plan = explained(grad, x, 3, limit=1 << 40, padding=1, method="gemm", on="sm_90")
         check(plan, 1 << 40)
         assert sum(step.flops for step in each_step(plan.steps)) == plan.flops
-        assert ("3 chunks" in plan.reason) == (not way[0])
+        assert ("3 chunks" in plan.reason) == (not implementation[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("way", weight_gradient_cuda.CUTS)
-def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fresh, monkeypatch):
+@pytest.mark.parametrize("implementation", weight_gradient_cuda.CUTS)
+def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(implementation, dtype, fresh, monkeypatch):
     """Plans keep ever smaller limits, also with two of three samples at a time.
 
     The bytes that a plan uses are enough for it, except for alignment, unless the sum then has more parts.
     """
-    monkeypatch.setattr(weight_gradient_cuda, "CUTS", (way,))
+    monkeypatch.setattr(weight_gradient_cuda, "CUTS", (implementation,))
     for batch, out in product((1, 3), (None, np.empty((5, 8, 3, 3), dtype).swapaxes(0, 1))):
         grad, x = (np.empty((batch, channels, 14, 13), dtype) for channels in (8, 5))
 
@@ -297,7 +299,7 @@ def test_chunks_of_a_sum_have_all_the_room_there_is_and_no_more(way, dtype, fres
 
         limit, sizes = 1 << 30, 0
         while size := taken(limit):
-            assert way != (False, 1) or size == taken(size + 2 * Plan.ALIGNMENT)
+            assert implementation != (False, 1) or size == taken(size + 2 * Plan.ALIGNMENT)
             limit, sizes = size - 1, sizes + 1
         assert sizes > 2 and any(in_two)
 
@@ -375,7 +377,7 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     assert explained(grad, x, 3, **window).steps[0].name == "columns"
     monkeypatch.setattr(shared_columns, "LEAST_SHARED", 1)
     monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
-    for way in (GradientColumns, GradientRows, GradientChannels):
-        monkeypatch.setattr(way, "applies", lambda problem: False)
+    for implementation in (GradientColumns, GradientRows, GradientChannels):
+        monkeypatch.setattr(implementation, "applies", lambda problem: False)
     assert explained(grad, x, 3, **window).steps[0].name == "MEC columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, **window), by_definition(grad, x, (3, 3), padding=1), "float32")

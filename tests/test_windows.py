@@ -40,8 +40,8 @@ from cupyconv.numpy.windows import (
     tile_size,
     whole_and_rest,
 )
+from cupyconv.problem.caches import held_bytes
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.kept import held_bytes
 
 
 class Written(Scratch):

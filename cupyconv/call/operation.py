@@ -37,7 +37,7 @@ from cupyconv.call.keywords import (
     unknown_keyword,
 )
 from cupyconv.call.options import current_settings
-from cupyconv.problem.kept import Cache
+from cupyconv.problem.caches import Cache
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Problem, UnlikeItsModel
 

@@ -20,7 +20,7 @@ from cupyconv.call.arguments import named_inputs
 from cupyconv.call.dispatch import backend_of_class
 from cupyconv.call.operation import CheckedCall, Executable, flat, operation_of
 from cupyconv.call.options import current_settings
-from cupyconv.problem.kept import keeping_forms
+from cupyconv.problem.caches import keeping_forms
 from cupyconv.problem.problems import ConvProblem
 
 #: Maximum number of cached executables of one layer, for different image sizes or options.

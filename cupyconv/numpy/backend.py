@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from cupyconv.problem import passes, problems, recurrence
-from cupyconv.problem.kept import on_clear, release, reserve
+from cupyconv.problem.caches import on_clear, release, reserve
 from cupyconv.problem.plan import Plan, Step
 from cupyconv.problem.problems import HostModel, Problem
 

@@ -49,7 +49,7 @@ class BlockLoop(NumpyStep):
 
     name: ClassVar[str]
     #: What the loop does; "{taps}" stands for the number of taps along the kernel's outermost axis.
-    words: ClassVar[str]
+    description: ClassVar[str]
 
     problem: ProductsProblem
     block: BlockSize
@@ -67,7 +67,7 @@ class BlockLoop(NumpyStep):
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
         """Describe in words what the loop does."""
-        return cls.words.format(taps=geometry.kernel[geometry.outermost])
+        return cls.description.format(taps=geometry.kernel[geometry.outermost])
 
     @property
     @abstractmethod
@@ -292,8 +292,8 @@ def largest_block(
             return block
         if pixels == smallest:
             least, known = nbytes - on_top, limit - on_top
-            words = f"the smallest block needs {least:,} bytes of workspace, the limit is {known:,}"
-            raise NotApplicable(words, least)
+            description = f"the smallest block needs {least:,} bytes of workspace, the limit is {known:,}"
+            raise NotApplicable(description, least)
         pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
 
 

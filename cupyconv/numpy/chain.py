@@ -32,7 +32,7 @@ BEYOND_LIMIT = 1.05
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _Candidate(NamedTuple):
     """A plan, its estimated seconds, and whether it stays within the workspace limit."""
 
     plan: Plan
@@ -62,12 +62,12 @@ def plan_chain(problem: ChainProblem) -> Plan:
     return replace(fused.plan, rejected=(("unfused", why_not),))
 
 
-def _fused(problem: ChainProblem) -> _Way:
+def _fused(problem: ChainProblem) -> _Candidate:
     """Plan tiles that go through all layers."""
     loop, sizes, seconds = plan_fused(problem)
     samples, rows = loop.tile
     reason = f"tiles of {counted(samples, 'sample')} x {counted(rows, 'row')} through all layers"
-    return _Way(_planned(problem, "fused", reason, loop, sizes, seconds), seconds)
+    return _Candidate(_planned(problem, "fused", reason, loop, sizes, seconds), seconds)
 
 
 def _planned(
@@ -193,7 +193,7 @@ def _layer_runs(layers: Sequence[ConvProblem], plans: Sequence[Plan]) -> list[_L
     return runs
 
 
-def _unfused(problem: ChainProblem) -> _Way:
+def _unfused(problem: ChainProblem) -> _Candidate:
     """Plan layer by layer, for as many samples at a time as leave the loops enough memory.
 
     If the images of one sample leave too little, they are allocated on top of the workspace limit.
@@ -210,7 +210,7 @@ def _unfused(problem: ChainProblem) -> _Way:
             samples = even_part(batch, samples // 2)
 
 
-def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool) -> _Way:
+def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool) -> _Candidate:
     """Plan `samples` samples at a time.
 
     The images between layers count against the workspace limit if `beside_images`.  Otherwise they come on top of it.
@@ -235,7 +235,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
             f"the intermediate images need {size:,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
     plan = _planned(problem, "unfused", "one layer after the other", loop, sizes, loop.seconds, notes)
-    return _Way(plan, loop.seconds, beside_images)
+    return _Candidate(plan, loop.seconds, beside_images)
 
 
 def _of_samples(layers: Sequence[ConvProblem], count: int) -> tuple[ConvProblem, ...]:

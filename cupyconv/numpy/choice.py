@@ -45,14 +45,14 @@ ELSEWHERE = {
 class Method(NamedTuple):
     """A method that ``method=`` may name: its implementations, of which the one with the least estimated time is used.
 
-    A module's name in `ways` stands for its ``WAYS``.  The module is imported when these are first needed.  It is not
+    A module's name in `implementations` stands for its ``IMPLEMENTATIONS``.  The module is imported when these are first needed.  It is not
     imported if a few operations show that the method cannot solve a problem, or that its lower bound is too high.
     """
 
-    ways: str | tuple[type[BlockLoop], ...]
+    implementations: str | tuple[type[BlockLoop], ...]
     refusal: Callable[[Any], str] = lambda _: ""
-    at_least: Callable[[Any], float] = lambda _: 0.0
-    unasked: Callable[[Any], str] = lambda _: ""  # why it is used only if named
+    lower_bound: Callable[[Any], float] = lambda _: 0.0
+    only_if_named: Callable[[Any], str] = lambda _: ""  # why it is used only if named
 
 
 def winograd_refusal(problem: ProductsProblem) -> str:
@@ -81,7 +81,7 @@ def fft_unasked(problem: ProductsProblem) -> str:
     return ""
 
 
-#: Methods that several kinds of problems have.  Kinds other than a convolution may replace `ways`.
+#: Methods that several kinds of problems have.  Kinds other than a convolution may replace `implementations`.
 WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
 FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft, fft_unasked)
 
@@ -96,9 +96,11 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     least = dict.fromkeys(methods, 0.0)
     if named == "auto":
         why_not = {
-            name: why for name, method in methods.items() if (why := method.refusal(problem) or method.unasked(problem))
+            name: why
+            for name, method in methods.items()
+            if (why := method.refusal(problem) or method.only_if_named(problem))
         }
-        least = {name: method.at_least(problem) for name, method in methods.items() if name not in why_not}
+        least = {name: method.lower_bound(problem) for name, method in methods.items() if name not in why_not}
         to_try = sorted(least, key=lambda name: least[name])
     best: Draft | None = None
     for name in to_try:
@@ -106,7 +108,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
             why_not[name] = f"{cost.by_model(least[name])} or more"
             continue
         try:
-            draft = _with_room(problem, name, methods[name].ways, best.seconds if best else inf)
+            draft = _with_room(problem, name, methods[name].implementations, best.seconds if best else inf)
         except NotApplicable as refusal:
             why_not[name] = str(refusal)
             continue
@@ -126,7 +128,7 @@ class Draft(NamedTuple):
 
     problem: ProductsProblem
     method: str
-    way: type[BlockLoop]
+    implementation: type[BlockLoop]
     loops: Sequence[BlockLoop]
     sizes: Mapping[str, int]
     seconds: float
@@ -138,44 +140,50 @@ class Draft(NamedTuple):
             self.sizes,
             method=self.method,
             rejected=rejected,
-            reason=self.way.reason(problem.geometry),
+            reason=self.implementation.reason(problem.geometry),
             price=cost.by_model(self.seconds),
             bytes_moved=max(problem.minimal_bytes, sum(loop.bytes_moved for loop in loops)),
             notes=problem.notes + long_loop(loops),
         )
 
 
-def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], other: float) -> Draft:
+def _with_room(
+    problem: ProductsProblemT, method: str, implementations: str | tuple[type[BlockLoop], ...], other: float
+) -> Draft:
     """Return the draft with the least estimated time; `other` is the time of another method.
 
     If the limit has no space for the blocks of all threads, half as many are tried, and so on while that may be faster.
     """
-    known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
-    to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
+    known: tuple[type[BlockLoop], ...] = (
+        import_module(implementations).IMPLEMENTATIONS if isinstance(implementations, str) else implementations
+    )
+    to_try = sorted(
+        (implementation for implementation in known if implementation.applies(problem)), key=attrgetter("turn_calls")
+    )
     refusals: list[tuple[float, str]] = []  # strings: an exception and its frame would refer to each other
     best: Draft | None = None
     while True:
         host = problem.host
         fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
         on_fewer = {}
-        for way in to_try:
-            if best is None or way.turn_calls * cost.CALL < best.seconds:
+        for implementation in to_try:
+            if best is None or implementation.turn_calls * cost.CALL < best.seconds:
                 try:
-                    loops, sizes = way.loops(problem)
+                    loops, sizes = implementation.loops(problem)
                 except NotApplicable as reason:
                     refusals.append((reason.needed, str(reason)))
                     if host.most:
-                        on_fewer[way] = 0.0  # its blocks may fit then
+                        on_fewer[implementation] = 0.0  # its blocks may fit then
                     continue
                 seconds = seconds_of(loops)
                 if host.most:
-                    on_fewer[way] = sum(loop.work for loop in loops) / fewer
+                    on_fewer[implementation] = sum(loop.work for loop in loops) / fewer
                 if best is None or seconds < best.seconds:
-                    best = Draft(problem, method, way, loops, sizes, seconds)
+                    best = Draft(problem, method, implementation, loops, sizes, seconds)
         if best is not None:
             # Fewer threads have larger blocks: fewer calls, and somewhat less work, though it is not known how much.
             least = FEWER_THREADS * min(best.seconds, other)
-            to_try = [way for way in to_try if on_fewer.get(way, inf) < least]
+            to_try = [implementation for implementation in to_try if on_fewer.get(implementation, inf) < least]
         if best is not None and (host.threads <= 1 or not to_try):
             return best
         if host.threads <= 1:

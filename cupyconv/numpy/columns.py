@@ -46,9 +46,14 @@ class ColumnsStep(NumpyStep):
     problem: ColumnsProblem
 
     def __str__(self) -> str:
-        windows, dtype = self.problem.windows, accumulator(self.problem.columns.dtype)
+        windows = self.problem.windows
         blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", ALONE.threads)
-        return f"loop     {self.problem.operation}, accumulates in {dtype}: {blocks}"
+        return f"loop     {self.problem.operation}{self.sums}: {blocks}"
+
+    @property
+    def sums(self) -> str:
+        """The dtype in which the pass accumulates, as the page of a plan shows it; empty for copies."""
+        return ""
 
 
 class Im2col(ColumnsStep):
@@ -73,6 +78,10 @@ class Col2im(ColumnsStep):
     """
 
     channels: int = 0  # channels per array of sums; 0 if sums accumulate in the image
+
+    @property
+    def sums(self) -> str:
+        return f", accumulates in {accumulator(self.problem.columns.dtype)}"
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows

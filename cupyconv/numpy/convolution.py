@@ -30,8 +30,8 @@ from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose, winograd_refusal
 from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
+from cupyconv.problem.caches import forms_of
 from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
-from cupyconv.problem.kept import forms_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import (
     ConvProblem,
@@ -61,7 +61,7 @@ METHODS = {
     "winograd": WINOGRAD,
     "fft": FFT,
     "gemm": Method("cupyconv.numpy.gemm"),
-    "direct": Method("cupyconv.numpy.direct", at_least=cost.least_direct),
+    "direct": Method("cupyconv.numpy.direct", lower_bound=cost.least_direct),
 }
 #: The methods for several inputs.
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
@@ -88,9 +88,9 @@ def plan_conv(problem: ConvProblem) -> Plan:
 
 def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
     """Plan `problem` with the method and implementations of `plan`; choose again only if these do not apply."""
-    ways = tuple({type(step) for step in plan.steps if isinstance(step, ConvLoop)})
+    implementations = tuple({type(step) for step in plan.steps if isinstance(step, ConvLoop)})
     try:
-        return choose(replace(problem, method=plan.method), {plan.method: Method(ways)})
+        return choose(replace(problem, method=plan.method), {plan.method: Method(implementations)})
     except ValueError:
         return plan_conv(problem)
 
@@ -101,8 +101,8 @@ def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
 class ConvLoop(PixelLoop):
     """A convolution block by block; a subclass is one implementation, which computes the sums of a block.
 
-    A new one defines `name`, `words`, `applies`, `aim`, `workspace`, `sums`, and overrides what it needs of the members
-    above the comment "Shared by all implementations".  Its module lists it in ``WAYS`` and has an entry in `METHODS`.
+    A new one defines `name`, `description`, `applies`, `aim`, `workspace`, `sums`, and overrides what it needs of the members
+    above the comment "Shared by all implementations".  Its module lists it in ``IMPLEMENTATIONS`` and has an entry in `METHODS`.
     """
 
     #: Workspace in bytes that each thread needs.  With less, calls are so short that threads wait for each other.
@@ -216,11 +216,11 @@ class ConvLoop(PixelLoop):
             finish(block)
 
 
-def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
+def kept_weight(implementation: type[ConvLoop], problem: ConvProblem) -> int:
     """Bytes of the arrays that an implementation makes from a constant weight and caches; 0 if it caches none."""
     if not problem.weight_is_constant:
         return 0
-    made = weight_copy(problem) + way.weight_bytes(problem)
+    made = weight_copy(problem) + implementation.weight_bytes(problem)
     return made if made <= KEPT_CONSTANT else 0
 
 

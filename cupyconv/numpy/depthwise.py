@@ -28,7 +28,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.direct import TapByTap
-from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
+from cupyconv.numpy.gemm import IMPLEMENTATIONS as COLUMNS_IMPLEMENTATIONS
 from cupyconv.numpy.shared_columns import is_in_order, mec_bytes, mec_columns, mec_part
 from cupyconv.numpy.toeplitz_line import ToeplitzLine
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
@@ -72,7 +72,7 @@ class ScaledPixels(ScaledLoop):
     """
 
     name = "scaled pixels"
-    words = "each tap's pixels times its weights, channels-last"
+    description = "each tap's pixels times its weights, channels-last"
     smallest = 1
     last = True
 
@@ -168,7 +168,7 @@ class ScaledRuns(ScaledLoop):
     """Multiply each tap's run of the tile by a number, and drop the results between rows."""
 
     name = "scaled runs"
-    words = "each tap's contiguous elements times its weight"
+    description = "each tap's contiguous elements times its weight"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -258,7 +258,7 @@ class ScaledTaps(ScaledLoop):
     """Multiply the columns that taps share by one number per channel and tap."""
 
     name = "scaled taps"
-    words = "columns shared by {taps} taps, times their weights"
+    description = "columns shared by {taps} taps, times their weights"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -322,6 +322,6 @@ class ScaledTaps(ScaledLoop):
 DEPTHWISE = {
     "winograd": WINOGRAD,
     "fft": FFT,
-    "gemm": Method((ToeplitzLine, ToeplitzRows, ToeplitzRuns, *COLUMNS_WAYS)),
+    "gemm": Method((ToeplitzLine, ToeplitzRows, ToeplitzRuns, *COLUMNS_IMPLEMENTATIONS)),
     "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap)),
 }

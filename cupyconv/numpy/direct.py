@@ -22,7 +22,7 @@ class TapByTap(ConvLoop):
     """One product per tap, or per few small taps; only these have columns, and each product passes over the sums."""
 
     name = "taps"
-    words = "tap by tap, no columns"
+    description = "tap by tap, no columns"
     smallest = 1
 
     @classmethod
@@ -84,4 +84,4 @@ class TapByTap(ConvLoop):
         return sums
 
 
-WAYS = (TapByTap,)
+IMPLEMENTATIONS = (TapByTap,)

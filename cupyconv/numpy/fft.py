@@ -74,7 +74,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cut | int:
+def best_cut(implementation: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cut | int:
     """Return the cut with the least estimated time; if none fits the limit, the bytes that the smallest needs."""
     geometry, threads = problem.geometry, problem.host.threads
     best: Cut | None = None
@@ -84,12 +84,12 @@ def best_cut(way: type[Fft], problem: ConvProblem, fixed: int, limit: int) -> Cu
 
     def loop_of(tiling: dict[str, Any], size: int, one_by_one: bool = True) -> Fft:
         share, own = shares_of[size]
-        return way(share, cut=own, one_by_one=one_by_one, **tiling)
+        return implementation(share, cut=own, one_by_one=one_by_one, **tiling)
 
     def needed(line: Fft) -> int:
         return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
 
-    for tiling in way.tilings(geometry):
+    for tiling in implementation.tilings(geometry):
         smallest = loop_of(tiling, len(sizes) - 1)
         if needed(smallest) > limit:
             least = min(least or needed(smallest), needed(smallest))
@@ -129,7 +129,7 @@ class Fft(ConvLoop):
     """Compute tiles with lengths that are fast to transform, for some groups or outputs of a convolution."""
 
     name: ClassVar[str] = "FFT"
-    words: ClassVar[str] = f"products of spectra; {ERRORS}"
+    description: ClassVar[str] = f"products of spectra; {ERRORS}"
     in_place: ClassVar[bool] = False
 
     problem: ConvProblem
@@ -449,4 +449,4 @@ def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scrat
             sums[:, output] += np.multiply(x[:, channel], weight[:, output, channel], out=more)
 
 
-WAYS = (Fft,)
+IMPLEMENTATIONS = (Fft,)

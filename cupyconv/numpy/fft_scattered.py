@@ -94,7 +94,7 @@ class ScatteredFft(ScatteredLoop):
     """Compute the contribution of a run of pixels to all elements by a product of spectra."""
 
     name: ClassVar[str] = "FFT"
-    words: ClassVar[str] = f"products of spectra, added to the result; {ERRORS}"
+    description: ClassVar[str] = f"products of spectra, added to the result; {ERRORS}"
 
     problem: TransposedProblem
 
@@ -236,4 +236,4 @@ class ScatteredFft(ScatteredLoop):
             run.add(sums, regions, run.product(matrix, x, shape))
 
 
-WAYS = (ScatteredFft,)
+IMPLEMENTATIONS = (ScatteredFft,)

@@ -72,7 +72,7 @@ class GradientFft(WeightGradientLoop):
     """Multiply the spectra of x and of the gradient, block by block."""
 
     name: ClassVar[str] = "FFT"
-    words: ClassVar[str] = f"products of spectra; {ERRORS}"
+    description: ClassVar[str] = f"products of spectra; {ERRORS}"
     reads_boxes: ClassVar[bool] = True
     products_are_summed: ClassVar[bool] = False  # products of taps are strided
 
@@ -252,4 +252,4 @@ class GradientFft(WeightGradientLoop):
         return sums.reshape(target.shape)
 
 
-WAYS = (GradientFft,)
+IMPLEMENTATIONS = (GradientFft,)

@@ -163,7 +163,7 @@ class View(Product):
 
     name = "view"
     turn_calls = 3
-    words = "matrix products on the input in place"
+    description = "matrix products on the input in place"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -221,7 +221,7 @@ class Columns(Product):
     name = "columns"
     turn_calls = 8
     beside_others = cost.PRODUCTS_BESIDE
-    words = "columns (im2col) and matrix products"
+    description = "columns (im2col) and matrix products"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -371,4 +371,4 @@ def multiply(
     return sums
 
 
-WAYS = (View, MecRows, Columns)
+IMPLEMENTATIONS = (View, MecRows, Columns)

@@ -40,7 +40,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
     weight_copy,
 )
-from cupyconv.numpy.shifts import WAYS as SHIFTS
+from cupyconv.numpy.shifts import IMPLEMENTATIONS as SHIFTS
 from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -80,7 +80,7 @@ class LongRows(ConvLoop):
     """One product per row of a band, which covers the columns of all samples and bands."""
 
     name = "long MEC rows"
-    words = "columns shared by {taps} taps, one matrix product per row of all samples and bands"
+    description = "columns shared by {taps} taps, one matrix product per row of all samples and bands"
     thread_bytes = PART
     turn_calls = 18
 
@@ -266,4 +266,4 @@ class Layout:
         self.is_in_order = self.length == block[3]
 
 
-WAYS = (LongRows, *SHIFTS)
+IMPLEMENTATIONS = (LongRows, *SHIFTS)

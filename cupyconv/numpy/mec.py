@@ -163,7 +163,7 @@ class MecRows(ConvLoop):
 
     name = "MEC rows"
     prepares_late = True
-    words = "columns shared by {taps} taps, one matrix product per row"
+    description = "columns shared by {taps} taps, one matrix product per row"
     turn_calls = 10
     beside_others = cost.PRODUCTS_BESIDE
 
@@ -194,12 +194,14 @@ class MecRows(ConvLoop):
             as_it_is = cost.copied(elements, run, problem.weight_dtype)
             turned = cost.copied(elements, elements, problem.weight_dtype, apart=True)
         nbytes = geometry.group_outputs * geometry.reduction * self.factor_dtype.itemsize
-        ways = [
+        implementations = [
             Arrangement(self._row_of(self.block, is_turned), seconds, is_turned)
             for is_turned, seconds in ((False, as_it_is), (True, turned))
             if not is_turned or nbytes < cost.TURNED_LEAVES
         ]
-        return min(ways, key=lambda way: self._rows * way.row.seconds + way.seconds)
+        return min(
+            implementations, key=lambda implementation: self._rows * implementation.row.seconds + implementation.seconds
+        )
 
     def _row_of(self, block: BlockSize, turned: bool) -> Row:
         axis, pixels, dtype = self.geometry.outermost, prod(block[2 + self.geometry.outermost :]), self._dtype

@@ -41,7 +41,7 @@ class Merge(ConvLoop):
     """Inputs of a 1x1 kernel, each with contiguous pixels or channels."""
 
     name = "merge"
-    words = "inputs merged chunk by chunk"
+    description = "inputs merged chunk by chunk"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -114,4 +114,4 @@ class MergedColumns(Columns):
         return super().applies(problem) and not Merge.applies(problem)
 
 
-WAYS = (Merge, MecRows, MergedColumns)
+IMPLEMENTATIONS = (Merge, MecRows, MergedColumns)

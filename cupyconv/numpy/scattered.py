@@ -182,9 +182,18 @@ class ScatteredLoop(BlockLoop):
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
             # Values are added tap by tap, or pixel by pixel.
-            ways = (run, geometry.stride), (geometry.kernel, geometry.dilation)
-            nbytes += channels * samples * max(added_together(geometry, *way) for way in ways) * item
-            nbytes += INDEX_ARRAYS * INDEX_BYTES * max(max(read_through_index(geometry, way[0])) for way in ways)
+            implementations = (run, geometry.stride), (geometry.kernel, geometry.dilation)
+            nbytes += (
+                channels
+                * samples
+                * max(added_together(geometry, *implementation) for implementation in implementations)
+                * item
+            )
+            nbytes += (
+                INDEX_ARRAYS
+                * INDEX_BYTES
+                * max(max(read_through_index(geometry, implementation[0])) for implementation in implementations)
+            )
         image = channels * samples * prod(geometry.size) * item
         return nbytes + image * ((not self.in_place) + bool(problem.activation))
 
@@ -216,8 +225,8 @@ class ScatteredLoop(BlockLoop):
         # Every tap adds to the sums.  In a strided result, that takes longer than one copy at the end.
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
         per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
-        ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
-        for way in ways:
+        implementations = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
+        for implementation in implementations:
             target = cls.target
             while target:
                 fitting = target // (per_pixel * max(1, geometry.pixels))
@@ -231,9 +240,9 @@ class ScatteredLoop(BlockLoop):
                 block = (samples, *geometry.out_size)
                 if pixels < geometry.pixels:
                     block = (1, *block_of_pixels(geometry, max(1, pixels), 1)[1:])
-                yield replace(way, block=block, channels=channels)
+                yield replace(implementation, block=block, channels=channels)
                 target //= 2
-            yield way
+            yield implementation
 
     @classmethod
     def _weight_copy(cls, problem: TransposedProblem) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, temporaries, weight_copy
-from cupyconv.numpy.gemm import WAYS as OTHER_PRODUCTS
+from cupyconv.numpy.gemm import IMPLEMENTATIONS as OTHER_PRODUCTS
 from cupyconv.numpy.mec import (
     COLUMNS_BLOCK,
     column_parts,
@@ -59,7 +59,7 @@ class Shifts(ConvLoop):
     """Columns of some groups, copied in long runs, and their products."""
 
     name = "shifted columns"
-    words = "columns copied as shifts of the image, and matrix products"
+    description = "columns copied as shifts of the image, and matrix products"
     beside_others = cost.PRODUCTS_BESIDE
 
     @classmethod
@@ -259,4 +259,4 @@ class Shifts(ConvLoop):
         return shifts, column_parts(columns[..., :pixels], self._part_of_product[1])
 
 
-WAYS = (Shifts, *OTHER_PRODUCTS)
+IMPLEMENTATIONS = (Shifts, *OTHER_PRODUCTS)

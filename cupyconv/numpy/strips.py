@@ -49,7 +49,7 @@ class GradientStrips(DepthwiseGradientLoop):
     """Multiply strips of the image and of the gradient for each kernel row, and sum the diagonals of the products."""
 
     name = "strips"
-    words = "matrix products of strips of x and the gradient, whose diagonals sum to the taps"
+    description = "matrix products of strips of x and the gradient, whose diagonals sum to the taps"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:

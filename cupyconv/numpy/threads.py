@@ -32,7 +32,7 @@ from weakref import ref
 
 import numpy as np
 
-from cupyconv.problem.kept import after_clearing
+from cupyconv.problem.caches import after_clearing
 
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")

@@ -74,7 +74,7 @@ class ToeplitzLine(ToeplitzRuns):
     """One line and one filter of real numbers, in the dtype of the computation."""
 
     name = "Toeplitz line"
-    words = "products of a Toeplitz matrix and windows of the line, read in place"
+    description = "products of a Toeplitz matrix and windows of the line, read in place"
     turn_calls = 4
 
     @classmethod

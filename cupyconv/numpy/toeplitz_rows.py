@@ -92,7 +92,7 @@ class ToeplitzRows(ToeplitzLoop):
     """Compute neighbouring rows of outputs together: matrices times rows of the image, summed over the other taps."""
 
     name = "Toeplitz rows"
-    words = "products of Toeplitz matrices, several output rows at a time, summed over the taps of other axes"
+    description = "products of Toeplitz matrices, several output rows at a time, summed over the taps of other axes"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

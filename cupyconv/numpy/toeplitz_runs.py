@@ -44,7 +44,7 @@ class ToeplitzRuns(ToeplitzLoop):
     """Compute neighbouring outputs along the width together: windows of the image, read in place, times matrices."""
 
     name = "Toeplitz runs"
-    words = "products of Toeplitz matrices, several outputs of a row at a time"
+    description = "products of Toeplitz matrices, several outputs of a row at a time"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

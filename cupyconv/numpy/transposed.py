@@ -128,7 +128,7 @@ class ScatteredView(ScatteredLoop):
     """Compute each result as one product: a 1x1 kernel, and matrices that BLAS accesses in place."""
 
     name = "view"
-    words = "matrix products written to the results in place"
+    description = "matrix products written to the results in place"
     kept = 0
 
     @property
@@ -160,7 +160,7 @@ class ScatteredColumns(ScatteredLoop):
     """Compute one product for all taps, and add its columns."""
 
     name = "columns"
-    words = "matrix products, whose columns are added (col2im)"
+    description = "matrix products, whose columns are added (col2im)"
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -184,7 +184,7 @@ class ScatteredTaps(ScatteredLoop):
     """Compute a product for each tap or, if these are small, for some taps at a time."""
 
     name = "taps"
-    words = "tap by tap, no columns"
+    description = "tap by tap, no columns"
     taps_first = True
 
     @cached_property
@@ -240,7 +240,7 @@ class ScatteredScaledTaps(ScatteredLoop):
     """Depthwise: multiply x by a number per channel, since a matrix product would have a vector as a factor."""
 
     name = "scaled taps"
-    words = "tap by tap, no columns"
+    description = "tap by tap, no columns"
     target = MEMORY_BLOCK
     fewest_channels = 1
     kept = 2
@@ -270,7 +270,7 @@ class ScatteredScaledTaps(ScatteredLoop):
 
 
 METHODS = {
-    "fft": FFT._replace(ways="cupyconv.numpy.fft_scattered"),
+    "fft": FFT._replace(implementations="cupyconv.numpy.fft_scattered"),
     "gemm": Method((ScatteredView, ScatteredColumns)),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps)),
 }

@@ -48,7 +48,7 @@ class GradientChannels(PixelLoop):
     """Columns of `channels` channels at a time: whole groups, or some channels of one group."""
 
     name = "channels"
-    words = "columns of a few channels at a time, and matrix products"
+    description = "columns of a few channels at a time, and matrix products"
     turn_calls = 9
 
     problem: WeightGradientProblem

@@ -74,7 +74,7 @@ class GradientView(WeightGradientLoop):
     """Products read the inputs in place as columns: the kernel has one tap, and pixels or channels are contiguous."""
 
     name = "view"
-    words = "matrix products on the inputs in place"
+    description = "matrix products on the inputs in place"
     turn_calls = 4
     columns_bytes = 0
 
@@ -106,7 +106,7 @@ class GradientMecProducts(WeightGradientLoop):
     """One product per tap of the kernel's outermost axis, over columns that these taps share, some groups at a time."""
 
     name = "MEC columns"
-    words = "columns shared by {taps} taps, and matrix products"
+    description = "columns shared by {taps} taps, and matrix products"
     shares_columns = True
     products_are_summed = False  # a tap's sums are not contiguous
 
@@ -172,7 +172,7 @@ class GradientColumns(WeightGradientLoop):
     """Copies all windows of a block to columns."""
 
     name = "columns"
-    words = "columns (im2col) and matrix products"
+    description = "columns (im2col) and matrix products"
     turn_calls = 8
 
     @classmethod
@@ -208,7 +208,7 @@ class GradientTaps(WeightGradientLoop):
     """One product per tap, or per few taps if these read little; only their columns are written."""
 
     name = "taps"
-    words = "tap by tap, no columns"
+    description = "tap by tap, no columns"
     products_are_summed = False  # a tap's sums are not contiguous
 
     @classmethod
@@ -353,8 +353,8 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
 
 METHODS = {
-    "winograd": WINOGRAD._replace(ways=(GradientWinograd,)),
-    "fft": FFT._replace(ways="cupyconv.numpy.fft_weight_gradient"),
+    "winograd": WINOGRAD._replace(implementations=(GradientWinograd,)),
+    "fft": FFT._replace(implementations="cupyconv.numpy.fft_weight_gradient"),
     "gemm": Method(
         (GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns, GradientChannels)
     ),

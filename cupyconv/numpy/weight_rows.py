@@ -31,7 +31,7 @@ class GradientRows(WeightGradientLoop):
     """One product per row of the gradient, with rows of columns that taps share, and the sum of all products."""
 
     name = "MEC rows"
-    words = "columns shared by {taps} taps, one matrix product per row, summed over the rows"
+    description = "columns shared by {taps} taps, one matrix product per row, summed over the rows"
     turn_calls = 20
     runs_bytes = 0
 

@@ -44,7 +44,7 @@ class GradientRuns(DepthwiseGradientLoop):
     """Depthwise: a dot product of each tap's contiguous run of input elements and the gradient."""
 
     name = "multiplied runs"
-    words = "each tap's contiguous elements times the gradient"
+    description = "each tap's contiguous elements times the gradient"
     turn_calls = 18
     beside_others = 1.5  # with few channels the sums are so few that NumPy does not release the GIL
     fresh_work = 0.0  # memory is reused from call to call

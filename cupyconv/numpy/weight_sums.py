@@ -29,8 +29,8 @@ from cupyconv.numpy.shared_columns import is_in_order
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
+from cupyconv.problem.caches import BUDGET, spent
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.kept import BUDGET, spent
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem
 

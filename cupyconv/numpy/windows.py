@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import Scratch, lines_apart
+from cupyconv.problem.caches import LARGEST, Cache
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
-from cupyconv.problem.kept import LARGEST, Cache
 from cupyconv.problem.plan import counted
 
 if TYPE_CHECKING:

@@ -449,4 +449,4 @@ def by_group(image: np.ndarray, groups: int) -> np.ndarray:
     return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
 
 
-WAYS = (Winograd,)
+IMPLEMENTATIONS = (Winograd,)

@@ -24,8 +24,8 @@ from cupyconv.call.keywords import positional, too_many_arguments, unknown_keywo
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import WINDOWS, conv_problem, prologue_parts
 from cupyconv.problem.arrays import promote
+from cupyconv.problem.caches import forms_of, keeping_forms
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry
-from cupyconv.problem.kept import forms_of, keeping_forms
 from cupyconv.problem.padding import positive
 from cupyconv.problem.problems import ChainProblem, ConvProblem
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike

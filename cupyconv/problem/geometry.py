@@ -405,7 +405,8 @@ def _common_image(
     for name, shape in shapes.items():
         if len(shape) != rank + 1 + batched:
             hint = "; a list is merged along the channels, so pass a batch as one array" if len(shapes) > 1 else ""
-            hint += f"; for an image without channels, pass {name}[None]" if len(shape) == rank else ""
+            with_channels = (1, *shape) if name.startswith("input_shape") else f"{name}[None]"
+            hint += f"; for an image without channels, pass {with_channels}" if len(shape) == rank else ""
             raise ValueError(
                 f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial"
                 f" {'axis' if rank == 1 else 'axes'}{hint}"

@@ -38,7 +38,7 @@ RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
 TIMED = {
     "squeezenet": "SqueezeNet", "shufflenet": "ShuffleNet", "resnet50": "ResNet-50", "densenet121": "DenseNet-121",
 }  # fmt: skip
-WAYS = ("cupyconv", "by hand", "node by node", "onnxruntime")
+IMPLEMENTATIONS = ("cupyconv", "by hand", "node by node", "onnxruntime")
 ROUNDS = 11
 NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
 
@@ -68,18 +68,18 @@ def with_weights(model):
     return model
 
 
-def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], Any]:
-    """Return a call that runs a network in one of `WAYS`."""
-    if way == "onnxruntime":
+def call_of(implementation: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], Any]:
+    """Return a call that runs a network in one of `IMPLEMENTATIONS`."""
+    if implementation == "onnxruntime":
         import onnxruntime
 
         onnxruntime.set_default_logger_severity(3)  # hide the warning that the shapes are no longer used
         session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         return lambda: session.run(None, given)[0]
-    if way == "cupyconv":
+    if implementation == "cupyconv":
         run = load(model)
         return lambda: run(**given)
-    if way == "by hand":
+    if implementation == "by hand":
         return by_hand(load(model), given)
     graph = read(model)
     last = {name: node for node in graph.nodes for name in node.inputs}
@@ -126,12 +126,12 @@ def by_hand(run: Model, given: dict[str, np.ndarray]) -> Callable[[], Any]:
     return calls
 
 
-def seconds_of(name: str, way: str) -> float:
+def seconds_of(name: str, implementation: str) -> float:
     """Return the median seconds of a network, after comparing its result with that of ONNX Runtime."""
     model = with_weights(onnx.load(NETWORKS / f"light_{name}.onnx"))
     given = {model.graph.input[0].name: np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)}
     expected = call_of("onnxruntime", model, given)()  # its threads end before the timed calls
-    call = call_of(way, model, given)
+    call = call_of(implementation, model, given)
     np.testing.assert_allclose(call(), expected, rtol=0, atol=1e-5 * abs(expected).max())
     seconds = []
     for _ in range(ROUNDS):
@@ -142,13 +142,16 @@ def seconds_of(name: str, way: str) -> float:
 
 
 def timed(name: str) -> dict[str, float]:
-    """Return the seconds for each of `WAYS`, each in its own process: waiting threads of one library slow another.
+    """Return the seconds for each of `IMPLEMENTATIONS`, each in its own process: waiting threads of one library slow another.
 
     The result is the minimum of three processes: another program on the machine disturbs two threads more than one.
     """
     command = [sys.executable, "-m", "tests.benchmarks.networks", name]
-    turns = [[float(subprocess.check_output([*command, way], cwd=ROOT)) for way in WAYS] for _ in range(3)]
-    return dict(zip(WAYS, map(min, *turns)))
+    turns = [
+        [float(subprocess.check_output([*command, implementation], cwd=ROOT)) for implementation in IMPLEMENTATIONS]
+        for _ in range(3)
+    ]
+    return dict(zip(IMPLEMENTATIONS, map(min, *turns)))
 
 
 def block_memory() -> list[list[float]]:
@@ -162,8 +165,8 @@ def block_memory() -> list[list[float]]:
 
 def main(arguments: list[str]) -> int:
     if arguments:
-        name, way = arguments
-        print(seconds_of(name, way))
+        name, implementation = arguments
+        print(seconds_of(name, implementation))
         return 0
     import onnxruntime
 

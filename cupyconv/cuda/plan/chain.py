@@ -61,7 +61,7 @@ class _Part:
         return self.first + self.count - 1
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         if self.count == 1:
             return f"{self.first} by {self.draft.method!r}"
         return f"{self.first} and {self.last} in one kernel ({self.draft.reason})"
@@ -93,16 +93,16 @@ class _Comparison:
         #: Entry i is for the first i layers: (layers not in a pair, seconds, parts).
         best: list[tuple[int, float, tuple[_Part, ...]]] = [(0, 0.0, ())]
         for i, single in enumerate(self.single):
-            ways = [(best[i], single, 1)]
+            candidates = [(best[i], single, 1)]
             if i and i - 1 in self.pairs and fuse is not False:
-                ways.append((best[i - 1], self.pairs[i - 1], 0))
+                candidates.append((best[i - 1], self.pairs[i - 1], 0))
             best.append(
                 min(
                     (
                         (before[0] + alone, before[1] + self.seconds(part), (*before[2], part))
-                        for before, part, alone in ways
+                        for before, part, alone in candidates
                     ),
-                    key=lambda way: way[:2] if fuse is True else way[1:2],
+                    key=lambda candidate: candidate[:2] if fuse is True else candidate[1:2],
                 )
             )
         return best[-1][2]
@@ -215,13 +215,13 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         notes += (
             f"the intermediate images need {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
-    words = ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts))
+    description = ", ".join(replace(part, draft=draft).description for part, draft in zip(parts, drafts))
     return replace(
         joined,
         method="fused" if any(part.count == 2 for part in parts) else "unfused",
         steps=relocated(joined.steps, places),
         workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
-        reason=f"layer{'s' * (len(layers) > 1)} {words}{cut}",
+        reason=f"layer{'s' * (len(layers) > 1)} {description}{cut}",
         notes=notes,
     )
 

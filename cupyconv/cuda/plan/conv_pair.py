@@ -219,12 +219,12 @@ def _draft(
     seconds = _seconds(first, second, launch, shapes, arithmetic, alone=resident == 1)
     launch = replace(launch, arithmetic_seconds=seconds)
     again = blocks * middle_pixels * columns / (first.geometry.batch * first.geometry.pixels)
-    words = (
+    description = (
         f"tiles of {_shape(tile)}, {_shape(middle_tile)} between the layers; the first layer is computed {again:.2f} times;"
         f" {2 * first.out.nbytes:,} fewer bytes moved; {shared:,} bytes of shared memory and {registers(kernel, gpu)} registers"
         f" per thread allow {resident} block{'s' * (resident > 1)} of {THREADS} threads per multiprocessor"
     )
-    return Draft("fused", (launch,), reason=words)
+    return Draft("fused", (launch,), reason=description)
 
 
 def _seconds(

@@ -178,20 +178,20 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
     return value
 
 
-def drafted(ways: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Draft], list[tuple[T, str]]]:
-    """Return the drafts of all `ways` that apply, and the other ways with the reason why they do not."""
+def drafted(candidates: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Draft], list[tuple[T, str]]]:
+    """Return the drafts of all `implementations` that apply, and the other ways with the reason why they do not."""
     drafts, refusals = [], []
-    for way in ways:
+    for candidate in candidates:
         try:
-            drafts.append(draft_of(way))
+            drafts.append(draft_of(candidate))
         except NotApplicable as refusal:
-            refusals.append((way, str(refusal)))
+            refusals.append((candidate, str(refusal)))
     return drafts, refusals
 
 
-def cheapest_of(ways: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel) -> Draft:
-    """Return the cheapest draft of all `ways` that apply; if none does, raise `NotApplicable` with the last reason."""
-    drafts, refusals = drafted(ways, draft_of)
+def cheapest_of(candidates: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel) -> Draft:
+    """Return the cheapest draft of all `implementations` that apply; if none does, raise `NotApplicable` with the last reason."""
+    drafts, refusals = drafted(candidates, draft_of)
     if not drafts:
         raise NotApplicable(refusals[-1][1])
     return cheapest(drafts, gpu)

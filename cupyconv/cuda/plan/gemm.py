@@ -99,8 +99,8 @@ class ProductsPlanner:
 def draft_gemm(problem: ConvProblem) -> Draft:
     """Return the cheapest draft of method "gemm", or raise `NotApplicable`."""
     has_choice = problem.out.itemsize == 2 and problem.activation and (problem.bias or problem.residual)
-    ways = (True, False) if has_choice else (False,)
-    return cheapest_of(ways, lambda keeps_sums: _GemmPlanner(problem, keeps_sums).draft(), problem.gpu)
+    candidates = (True, False) if has_choice else (False,)
+    return cheapest_of(candidates, lambda keeps_sums: _GemmPlanner(problem, keeps_sums).draft(), problem.gpu)
 
 
 class _GemmPlanner(ProductsPlanner):

@@ -134,11 +134,11 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     drafts = []
     for arithmetic in choices:
-        for way in _ways(problem, arithmetic):
-            for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
+        for gathering in _gatherings(problem, arithmetic):
+            for tile in tiles(dtype, arithmetic, gathering.gather, bool(gathering.problem.prologue)):
                 if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
-                    with suppress(NotApplicable) if way.samples else nullcontext():
-                        drafts.append(_draft_of(way, phases, arithmetic, tile))
+                    with suppress(NotApplicable) if gathering.samples else nullcontext():
+                        drafts.append(_draft_of(gathering, phases, arithmetic, tile))
     needed = [sum(buffer.space for buffer in draft.workspace if not buffer.of) for draft in drafts]
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
@@ -148,7 +148,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
 
 
 @dataclass(frozen=True)
-class Way:
+class Gathering:
     """A way to read the inputs; if `samples` is not 0, `_draft_of` adds steps that move that many at a time."""
 
     problem: ConvProblem
@@ -159,25 +159,25 @@ class Way:
     samples: int = 0
 
 
-def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
+def _gatherings(problem: ConvProblem, arithmetic: str) -> list[Gathering]:
     """Return the ways to read the inputs: in place, and also moved first if that replaces a gather by elements."""
     chunked = arithmetic != "FMA"
     gather, notes = _gather(problem, chunked)
-    ways = [Way(problem, gather, notes)]
+    gatherings = [Gathering(problem, gather, notes)]
     if chunked and gather == "ALONG_PIXELS":
         with suppress(NotApplicable):
             one = channels_last(_samples(problem, 0, 1))
             most = problem.limit // 2 // one.buffer.nbytes  # the other half is for weight and sums
             if problem.geometry.batch * one.buffer.nbytes < problem.limit:
-                ways.append(_moved(problem))
+                gatherings.append(_moved(problem))
             elif most:
-                ways.append(Way(problem, "ALONG_CHANNELS", samples=even_part(problem.geometry.batch, most)))
-    return ways
+                gatherings.append(Gathering(problem, "ALONG_CHANNELS", samples=even_part(problem.geometry.batch, most)))
+    return gatherings
 
 
-def _moved(problem: ConvProblem) -> Way:
+def _moved(problem: ConvProblem) -> Gathering:
     moved = channels_last(problem)
-    return Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,))
+    return Gathering(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,))
 
 
 def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
@@ -191,13 +191,13 @@ def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
     )
 
 
-def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
+def _draft_of(gathering: Gathering, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
     """Draft one way to read the inputs; if it moves some samples at a time, the weight is still packed only once."""
-    if not way.samples:
-        return _draft(way, phases, arithmetic, tile)
+    if not gathering.samples:
+        return _draft(gathering, phases, arithmetic, tile)
 
     def draft_of(first: int, count: int) -> Draft:
-        return _draft(_moved(_samples(way.problem, first, count)), phases, arithmetic, tile)
+        return _draft(_moved(_samples(gathering.problem, first, count)), phases, arithmetic, tile)
 
     def is_pack(step: Step) -> bool:
         return isinstance(step, KernelLaunch) and step.kernel.name == "pack_weight"
@@ -205,27 +205,31 @@ def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) 
     def steps_of(draft: Draft) -> list[Step]:
         return [step for step in draft.steps if not is_pack(step)]
 
-    whole, rest = divmod(way.problem.geometry.batch, way.samples)
-    drafts = [draft_of(0, way.samples), *([draft_of(whole * way.samples, rest)] if rest else ())]
+    whole, rest = divmod(gathering.problem.geometry.batch, gathering.samples)
+    drafts = [draft_of(0, gathering.samples), *([draft_of(whole * gathering.samples, rest)] if rest else ())]
     steps = [step for step in drafts[0].steps if is_pack(step)]
-    steps += in_rounds(whole, lambda chunk: steps_of(draft_of(chunk * way.samples, way.samples)))
+    steps += in_rounds(whole, lambda chunk: steps_of(draft_of(chunk * gathering.samples, gathering.samples)))
     steps += [step for draft in drafts[1:] for step in steps_of(draft)]
     workspace: dict[str, Buffer] = {}
     for buffer in (buffer for draft in drafts for buffer in draft.workspace):
         workspace[buffer.name] = max(buffer, workspace.get(buffer.name, buffer), key=lambda each: each.nbytes)
-    reason = f"{drafts[0].reason}, {counted(way.samples, 'sample')} at a time"
+    reason = f"{drafts[0].reason}, {counted(gathering.samples, 'sample')} at a time"
     return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 
 class _Tiles:
     """The tiles of the result and the K-slabs of their sums, which set the kernel's macros and grid."""
 
-    def __init__(self, way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> None:
-        self.problem, self.gather, self.arithmetic, self.tile = way.problem, way.gather, arithmetic, tile
-        geometry, self.itemsize, (tile_m, tile_n) = way.problem.geometry, ITEMSIZE[way.problem.x_dtype], tile
+    def __init__(self, gathering: Gathering, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> None:
+        self.problem, self.gather, self.arithmetic, self.tile = gathering.problem, gathering.gather, arithmetic, tile
+        geometry, self.itemsize, (tile_m, tile_n) = (
+            gathering.problem.geometry,
+            ITEMSIZE[gathering.problem.x_dtype],
+            tile,
+        )
         self.threads = (TILES | WIDE_TILES)[tile]
-        self.shared_bytes = shared_bytes(tile, arithmetic, accumulator(way.problem.x_dtype))
-        k_chunk = VECTOR_BYTES // self.itemsize if way.gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
+        self.shared_bytes = shared_bytes(tile, arithmetic, accumulator(gathering.problem.x_dtype))
+        k_chunk = VECTOR_BYTES // self.itemsize if gathering.gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
         self.cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // self.itemsize)
         #: Tiles along the rows, the same for all phases; tiles along the columns, per phase.
         self.rows = -(-geometry.group_outputs // tile_m) * geometry.groups
@@ -270,14 +274,14 @@ class _Tiles:
         return lines + tile_n * (SLAB_BYTES // self.itemsize) // WARP * (1 + touched)
 
 
-def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
-    problem, geometry, dtype = way.problem, way.problem.geometry, way.problem.x_dtype
-    tiled = _Tiles(way, phases, arithmetic, tile)
+def _draft(gathering: Gathering, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
+    problem, geometry, dtype = gathering.problem, gathering.problem.geometry, gathering.problem.x_dtype
+    tiled = _Tiles(gathering, phases, arithmetic, tile)
     tile_m, tile_n = tile
     if tiled.blocks > GRID_X:
         raise NotApplicable(f"{tiled.blocks:,} tiles exceed the largest grid")
     weight = weight_in_slabs(problem, phases, tiled.cut, arithmetic, tile_m)
-    workspace = [*way.workspace, *weight.workspace]
+    workspace = [*gathering.workspace, *weight.workspace]
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     taken = sum(buffer.space for buffer in workspace if not buffer.of)
@@ -294,7 +298,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
-    macros = dict(DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n, GATHER=way.gather)
+    macros = dict(DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n, GATHER=gathering.gather)
     launch = KernelLaunch(
         variant("implicit_gemm", problem.prologue, **macros),
         (tiled.blocks, splits, 1),
@@ -321,14 +325,14 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         bytes_moved=bytes_of(problem.xs) + weight.nbytes + bytes_of(written),
         flops=_flops(problem, phases),
     )
-    steps = [*way.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]
+    steps = [*gathering.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
-    words = f"{WORDS.get(dtype, WORDS[arithmetic])}, tiles of {tile_m} x {tile_n}"
-    words += f", each sum in {splits} parts" if splits > 1 else ""
-    words += ", inputs first copied to channels-last" if way.steps else ""
-    return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
+    description = f"{WORDS.get(dtype, WORDS[arithmetic])}, tiles of {tile_m} x {tile_n}"
+    description += f", each sum in {splits} parts" if splits > 1 else ""
+    description += ", inputs first copied to channels-last" if gathering.steps else ""
+    return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=description, notes=gathering.notes)
 
 
 def _words(phases: Phases) -> str:

@@ -63,8 +63,10 @@ def draft_implicit(problem: WeightGradientProblem) -> Draft:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     copied, moves = _in_chunks(problem)
     _check_sizes(copied)
-    ways = [way for way in product(choices, TILES, ROUNDS) if shared_bytes(way[1]) <= gpu.shared_bytes]
-    drafts = [_draft(copied, moves, *way) for way in ways]
+    candidates = [
+        candidate for candidate in product(choices, TILES, ROUNDS) if shared_bytes(candidate[1]) <= gpu.shared_bytes
+    ]
+    drafts = [_draft(copied, moves, *candidate) for candidate in candidates]
     needed = [sum(buffer.space for buffer in draft.workspace) for draft in drafts]
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
@@ -180,9 +182,9 @@ def _draft(
         finish = finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane))
         steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # includes the sums of padding
         workspace.append(buffer)
-    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, sum in {counted(parts, 'part')}"
-    words += ", inputs first copied to channels-last" if moves else ""
-    return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
+    description = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, sum in {counted(parts, 'part')}"
+    description += ", inputs first copied to channels-last" if moves else ""
+    return Draft("implicit_gemm", tuple(steps), tuple(workspace), description)
 
 
 def _parts(blocks: int, tiles: int, slabs: int) -> int:

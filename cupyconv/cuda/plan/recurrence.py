@@ -116,10 +116,10 @@ def _draft(method: str, problem: RecurrentProblem) -> Draft:
     if 0 in (problem.geometry.batch, problem.geometry.hidden):
         return Draft(method, (), reason="the result is empty")
     layer = _Layer(problem)
-    ways = [lambda: layer.sequence(method)]
+    candidates = [lambda: layer.sequence(method)]
     if method == "step" and problem.geometry.steps == 1:
-        ways.insert(0, layer.single_step)
-    return cheapest_of(ways, lambda way: way(), problem.gpu)
+        candidates.insert(0, layer.single_step)
+    return cheapest_of(candidates, lambda candidate: candidate(), problem.gpu)
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class _Layer:
         needed = sum(buffer.space for buffer in workspace)
         if needed > self.problem.limit:
             raise NotApplicable(f"one step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
-        words = f"one step with input projection, blocks of {tile.rows} samples x {tile.units} units"
-        return Draft("step", launches, tuple(workspace), words, self._notes())
+        description = f"one step with input projection, blocks of {tile.rows} samples x {tile.units} units"
+        return Draft("step", launches, tuple(workspace), description, self._notes())
 
     def sequence(self, method: str) -> Draft:
         """Draft the projections, and the launches that compute their steps."""
-        tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
+        tile, grid, description = self._step_tile() if method == "step" else self._persistent_tile()
         persistent = method == "persistent"
         workspace = self._state_buffers(tiles_that_wait=prod(self._tiles(tile)[1:]) if persistent else 0)
         count, project = self._projections(sum(buffer.space for buffer in workspace))
@@ -184,15 +184,15 @@ class _Layer:
             steps += steps_of(_Chunk(whole * count, rest))
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
         workspace += _buffer("gates", self._gates_bytes(count)) + _buffer("workspace", shared)
-        words += f", in {whole + bool(rest):,} chunks of {count} steps" * (whole + bool(rest) > 1)
-        words += "".join(f"; input projection by {draft.method}, {draft.reason}" for draft in projections[:1])
+        description += f", in {whole + bool(rest):,} chunks of {count} steps" * (whole + bool(rest) > 1)
+        description += "".join(f"; input projection by {draft.method}, {draft.reason}" for draft in projections[:1])
         notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
         if self.projecting == ("gemm",):
             notes.append(
                 f"{self.gpu.arch} has no matrix instructions for {self.dtype}: cuBLAS projects the inputs, so CUDA graphs cannot"
                 " capture the call"
             )
-        return Draft(method, tuple(steps), tuple(workspace), words, (*notes, *self._notes()))
+        return Draft(method, tuple(steps), tuple(workspace), description, (*notes, *self._notes()))
 
     # Tiles and grids.
 
@@ -234,8 +234,8 @@ class _Layer:
             raise NotApplicable(reasons[-1])
         tile, grid = min(fitting, key=lambda entry: self._seconds(entry[0], entry[1], geometry.gates))
         passes = -(-self._tiles(tile)[1] // grid[1])
-        words = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
-        return tile, grid, words + f", {passes} passes per step" * (passes > 1)
+        description = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, grid, description + f", {passes} passes per step" * (passes > 1)
 
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
         """Return the estimated time of the products of one step, in whole rounds of whole tiles."""

@@ -56,8 +56,8 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     problem, conversions = _converted(problem)
     shared = problem.sharing_with(conversions)
     together = tuple(dict.fromkeys((problem.geometry.directions, 1)))
-    ways = [(waits, directions) for waits in (True, False) for directions in together]
-    draft = cheapest_of(ways, lambda way: _Gradient(shared, *way).draft(), problem.gpu)
+    candidates = [(waits, directions) for waits in (True, False) for directions in together]
+    draft = cheapest_of(candidates, lambda candidate: _Gradient(shared, *candidate).draft(), problem.gpu)
     return draft.plan(problem, conversions=conversions)
 
 
@@ -145,12 +145,14 @@ class _Gradient:
             shape = (self.grid_rows, prod(self.sums.shape), 1, 1, 1)
             tiles = replace(self.sums, name="sums of tiles", shape=shape, strides=c_strides(shape))
             steps.append(sum_of_parts(tiles, self.sums, self.problem.gpu))
-        words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
+        description = (
+            f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
+        )
         if self.waits:
-            words = f"one launch for all steps, blocks of {ROWS} samples x {UNITS} units"
-            words += f", {self._tiles_of_a_block} passes per step" * (self._tiles_of_a_block > 1)
-        words += f", in {len(runs)} chunks of {most} steps" * (len(runs) > 1)
-        return Draft("persistent" if self.waits else "step", tuple(steps), tuple(workspace), words)
+            description = f"one launch for all steps, blocks of {ROWS} samples x {UNITS} units"
+            description += f", {self._tiles_of_a_block} passes per step" * (self._tiles_of_a_block > 1)
+        description += f", in {len(runs)} chunks of {most} steps" * (len(runs) > 1)
+        return Draft("persistent" if self.waits else "step", tuple(steps), tuple(workspace), description)
 
     def _rows_that_wait(self) -> int:
         """Return the rows of blocks that are all on the GPU at once, or raise `NotApplicable`."""

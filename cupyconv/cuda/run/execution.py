@@ -18,7 +18,7 @@ import numpy as np
 from cupyconv.cuda.run.device import Device, GemmArguments, TransformArguments
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
-from cupyconv.problem.kept import forms_of
+from cupyconv.problem.caches import forms_of
 from cupyconv.problem.plan import (
     Address,
     Buffer,

@@ -17,7 +17,7 @@ import cupyconv
 from cupyconv.call import operation
 from cupyconv.numpy import windows
 from cupyconv.numpy.backend import LINE, KeptScratch, Scratch, _Buffers, aligned_bytes, lines_apart, whole_lines
-from cupyconv.problem import kept
+from cupyconv.problem import caches
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +47,20 @@ def kept_after(*calls) -> int:
 
 def test_the_budget_is_that_of_all_together(monkeypatch):
     """Index arrays of a padding mode were once limited by their number: 20 calls cached 1 GiB."""
-    monkeypatch.setattr(kept, "BUDGET", 1 << 20)
-    monkeypatch.setattr(kept, "LARGEST", 1 << 18)
+    monkeypatch.setattr(caches, "BUDGET", 1 << 20)
+    monkeypatch.setattr(caches, "LARGEST", 1 << 18)
     calls = [partial(conv_of_a_wide_border, 4000 + i) for i in range(40)]
     conv_of_a_wide_border(10)  # imports and sets up what is needed once
     assert kept_after(*calls) < (1 << 20) + 100_000
-    assert 0 < kept.spent() <= 1 << 20
+    assert 0 < caches.spent() <= 1 << 20
 
 
 def test_what_is_large_is_not_kept():
     """The slices of a window of 100,000 taps once took 345 MB."""
     x = np.ones((1, 1, 20_000), np.float32)
     cupyconv.max_pool(x, 3)
-    assert kept_after(lambda: cupyconv.max_pool(x, 10_000, stride=1)) < kept.LARGEST
-    assert kept.spent() < kept.LARGEST
+    assert kept_after(lambda: cupyconv.max_pool(x, 10_000, stride=1)) < caches.LARGEST
+    assert caches.spent() < caches.LARGEST
 
 
 def test_what_it_counts_is_what_is_held():
@@ -70,33 +70,33 @@ def test_what_it_counts_is_what_is_held():
     call()
     cupyconv.clear_caches()
     held = kept_after(call)
-    assert 0.7 * held < kept.spent() < 2 * held
+    assert 0.7 * held < caches.spent() < 2 * held
 
 
 def test_what_is_held_twice_is_counted_once():
     part, loop = bytes(100_000), []
     loop += [part, loop]
-    alone = kept.held_bytes([part])
+    alone = caches.held_bytes([part])
     assert 100_000 <= alone < 100_300
-    assert kept.held_bytes([part, part]) < alone + 100 and kept.held_bytes(loop) < alone + 100
-    assert kept.held_bytes([part, 1], shared=[part]) < 300
+    assert caches.held_bytes([part, part]) < alone + 100 and caches.held_bytes(loop) < alone + 100
+    assert caches.held_bytes([part, 1], shared=[part]) < 300
 
 
 def test_a_view_holds_what_it_is_of():
     windows = np.lib.stride_tricks.sliding_window_view(np.zeros(100_000, np.uint8), 3)
-    assert 100_000 <= kept.held_bytes([windows[1:], windows[2:]]) < 103_000
+    assert 100_000 <= caches.held_bytes([windows[1:], windows[2:]]) < 103_000
 
 
 def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
-    cache = kept.Cache(2)
+    cache = caches.Cache(2)
     cache.keep("first", 1)
     cache.keep("second", 2)
     assert cache.get("first") == 1
     cache.keep("third", 3)
     assert [cache.get(key) for key in ("first", "second", "third")] == [1, None, 3] and len(cache) == 2
-    before = kept.spent()
+    before = caches.spent()
     cache.keep("third", 4)  # replaces its own entry
-    assert (cache.get("first"), cache.get("third"), kept.spent()) == (1, 4, before)
+    assert (cache.get("first"), cache.get("third"), caches.spent()) == (1, 4, before)
 
 
 class CallsWithin:
@@ -115,54 +115,54 @@ class CallsWithin:
 @pytest.mark.parametrize("within", ["keep", "clear"])
 def test_a_call_in_the_midst_of_letting_go(within, monkeypatch):
     """The inner call once evicted what the outer one was about to look up: a convolution raised KeyError."""
-    cache, others = kept.Cache(4), count()
+    cache, others = caches.Cache(4), count()
     calls = {"keep": lambda: [cache.keep(next(others), None) for _ in range(3)], "clear": cache.clear}
     keys = [CallsWithin(calls[within]) for _ in range(20)]
-    monkeypatch.setattr(kept, "BUDGET", kept.spent() + 3000)
+    monkeypatch.setattr(caches, "BUDGET", caches.spent() + 3000)
     for key in keys:
         cache.keep(key, bytes(500))
     assert len(cache) <= 5  # the inner call cached one entry in the space of the outer call's entry
     for key in keys:
         key.call = lambda: None
     cache.clear()
-    assert len(cache) == 0 and kept.spent() == 0
+    assert len(cache) == 0 and caches.spent() == 0
 
 
 def test_what_a_call_within_keeps_by_the_same_key_is_counted_once():
-    cache, before = kept.Cache(4), kept.spent()
+    cache, before = caches.Cache(4), caches.spent()
     key = CallsWithin(lambda: cache.keep(key, bytes(500)))
     cache.keep(key, bytes(500))
     assert len(cache) == 1
     cache.clear()
-    assert kept.spent() == before
+    assert caches.spent() == before
 
 
 def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monkeypatch):
-    monkeypatch.setattr(kept, "BUDGET", 3000)
-    one, other = kept.Cache(10), kept.Cache(10)
+    monkeypatch.setattr(caches, "BUDGET", 3000)
+    one, other = caches.Cache(10), caches.Cache(10)
     one.keep("oldest", bytes(1000))
     other.keep("older", bytes(1000))
     other.keep("latest", bytes(1000))
     assert one.get("oldest") is None and other.get("older") and other.get("latest")
-    assert kept.spent() <= 3000
+    assert caches.spent() <= 3000
 
 
 def test_as_much_as_the_budget_may_be_reserved_but_for_what_one_large_thing_needs():
     """Gradient memory in four dtypes once left space for one cached call; twenty in turn took 80 times as long each."""
-    cache, most = kept.Cache(30), kept.BUDGET - kept.LARGEST
+    cache, most = caches.Cache(30), caches.BUDGET - caches.LARGEST
     for number in range(20):
-        cache.keep(number, number, at_most=kept.LARGEST)
-    assert kept.spent() == 16 * kept.LARGEST == kept.BUDGET
-    assert kept.reserve(most - 1) and len(cache) == 1
-    assert kept.reserve(1) is True and kept.reserve(1) is False and kept.spent() == kept.BUDGET
+        cache.keep(number, number, at_most=caches.LARGEST)
+    assert caches.spent() == 16 * caches.LARGEST == caches.BUDGET
+    assert caches.reserve(most - 1) and len(cache) == 1
+    assert caches.reserve(1) is True and caches.reserve(1) is False and caches.spent() == caches.BUDGET
     assert cache.get(19) == 19
-    kept.release(most)
-    assert kept.spent() == kept.LARGEST
+    caches.release(most)
+    assert caches.spent() == caches.LARGEST
 
 
 def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
-    cache = kept.Cache(10)
-    monkeypatch.setattr(kept, "LARGEST", kept.held_bytes(("key", bytes(1000))))
+    cache = caches.Cache(10)
+    monkeypatch.setattr(caches, "LARGEST", caches.held_bytes(("key", bytes(1000))))
     cache.keep("key", bytes(1001))
     assert cache.get("key") is None
     cache.keep("key", bytes(1000))
@@ -170,15 +170,15 @@ def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
 
 
 def test_a_full_cache_of_many_lets_go_of_an_eighth_more():
-    cache = kept.Cache(16)
+    cache = caches.Cache(16)
     for key in range(17):
         cache.keep(key, key)
     assert [key for key in range(17) if cache.get(key) is None] == [0, 1, 2]
 
 
 def test_forms_are_made_once_each_and_so_many_at_the_most():
-    forms, made = kept.Forms(), count()
-    keys = list(range(kept.MOST_FORMS))
+    forms, made = caches.Forms(), count()
+    keys = list(range(caches.MOST_FORMS))
     for _ in range(2):
         assert [forms.keep(key, lambda: next(made)) for key in keys] == [forms.get(key) for key in keys] == keys
     assert forms.keep("one more", lambda: next(made)) is forms.get("one more") is None
@@ -187,20 +187,20 @@ def test_forms_are_made_once_each_and_so_many_at_the_most():
 
 def test_forms_live_as_long_as_the_view_that_they_are_of():
     array = np.ones(3)
-    view, before = kept.keeping_forms(array), len(kept._forms)
-    assert kept.forms_of(view) and not kept.forms_of(array) and not kept.forms_of(view[:])
+    view, before = caches.keeping_forms(array), len(caches._forms)
+    assert caches.forms_of(view) and not caches.forms_of(array) and not caches.forms_of(view[:])
     np.testing.assert_array_equal(view, array)
     del view
     gc.collect()
-    assert len(kept._forms) == before - 1
+    assert len(caches._forms) == before - 1
 
 
 def test_what_waits_for_clearing_comes_after_all_that_gives_back(monkeypatch):
     called: list[str] = []
     for name in ("_clearers", "_after_clearing"):
-        monkeypatch.setattr(kept, name, [])
-    kept.after_clearing(lambda: called.append("after"))
-    kept.on_clear(lambda: called.append("gives back"))
+        monkeypatch.setattr(caches, name, [])
+    caches.after_clearing(lambda: called.append("after"))
+    caches.on_clear(lambda: called.append("gives back"))
     cupyconv.clear_caches()
     assert called == ["gives back", "after"]
 
@@ -219,7 +219,7 @@ def test_clear_caches_gives_everything_back():
 
     call()
     assert kept_after(call) < 50_000
-    assert kept.spent() == 0 and not operation._executables
+    assert caches.spent() == 0 and not operation._executables
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8, 16])
@@ -283,26 +283,26 @@ def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
     def use():
         scratch.array("tile", (1000,))[...] = 1
 
-    before = kept.spent()
+    before = caches.spent()
     use()
-    assert kept.spent() == before + 4000 + LINE
+    assert caches.spent() == before + 4000 + LINE
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
     del thread  # from Python 3.14 on, it holds the context in which it ran
     gc.collect()
-    assert kept.spent() == before + 4000 + LINE
+    assert caches.spent() == before + 4000 + LINE
     scratch.array("tile", (2000,))
-    assert kept.spent() == before + 8000 + LINE
+    assert caches.spent() == before + 8000 + LINE
     cupyconv.clear_caches()
-    assert kept.spent() == 0
+    assert caches.spent() == 0
 
 
 def test_scratch_memory_beyond_the_budget_is_fresh(monkeypatch):
-    monkeypatch.setattr(kept, "BUDGET", 1000)
+    monkeypatch.setattr(caches, "BUDGET", 1000)
     scratch = KeptScratch(np.dtype(np.float32))
     large = scratch.array("tile", (1000,))
-    assert large.nbytes == 4000 and kept.spent() == 0
+    assert large.nbytes == 4000 and caches.spent() == 0
     assert not np.shares_memory(large, scratch.array("tile", (1000,)))
 
 
@@ -346,7 +346,7 @@ def test_clearing_while_others_compute():
         thread.join()
     cupyconv.clear_caches()
     gc.collect()
-    assert kept.spent() == 0
+    assert caches.spent() == 0
 
 
 @pytest.mark.parametrize("mode", ["wrap", "reflect", "edge", "symmetric"])
@@ -358,7 +358,7 @@ def test_index_arrays_of_borders_are_within_the_limit(mode):
         out = call()
         cupyconv.clear_caches()
         peak = peak_bytes(partial(call, out=out))
-    assert peak <= limit + kept.spent() + 200_000
+    assert peak <= limit + caches.spent() + 200_000
 
 
 def test_index_arrays_of_a_wide_border_are_kept_within_the_budget():
@@ -366,7 +366,7 @@ def test_index_arrays_of_a_wide_border_are_kept_within_the_budget():
     grad, w = np.ones((1, 1, 2 * 10**6 + 98), np.float32), np.ones((1, 1, 3), np.float32)
     with cupyconv.options(workspace_limit=1 << 20):
         cupyconv.conv_grad_input(grad, w, (1, 1, 100), padding=10**6, padding_mode="wrap")
-    assert 12 << 20 < kept.spent() <= kept.BUDGET
+    assert 12 << 20 < caches.spent() <= caches.BUDGET
 
 
 def test_show_config_says_what_is_kept(capsys):
@@ -390,4 +390,4 @@ def test_bytes_that_are_not_counted_up_are_bounded(shape, limit):
         for key, entry in cache._entries.items():
             for name in dir(key[0]):  # a geometry caches the properties that are read
                 getattr(key[0], name)
-            assert kept.held_bytes((key, entry.value)) <= entry.nbytes
+            assert caches.held_bytes((key, entry.value)) <= entry.nbytes
