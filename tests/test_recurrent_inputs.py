@@ -49,7 +49,7 @@ def test_inputs_ahead(many_small_chunks, cell, direction, lengths, dtype, monkey
     step = plan.steps[0]
     # float16 is copied to be multiplied, one chunk after another in the same memory.
     assert (step.ahead, step.threads, step.chunk) == ((3, 1, 1) if dtype == "float32" else (0, 2, 7))
-    assert ("inputs ahead" in str(plan)) == (dtype == "float32")
+    assert ("next inputs in another thread" in str(plan)) == (dtype == "float32")
     assert len({bits(result) for result in results}) == 1
     expected = case.expected(arrays)
     for actual, wanted in zip(results[0], (expected.y, expected.h, expected.c)):
