@@ -58,7 +58,7 @@ ACTIVATIONS = (
     "softplus",
 )
 # Bounds that keep one case cheap for the oracle and its integer results exact in bfloat16.
-MOST_TAPS, MOST_TERMS, MOST_PIXELS, MOST_ORACLE_STEPS = 36, 192, 100, 6000
+MAX_TAPS, MAX_TERMS, MAX_PIXELS, MAX_ORACLE_STEPS = 36, 192, 100, 6000
 
 
 def share_of_examples(share: float) -> settings:
@@ -461,14 +461,14 @@ def conv_cases(
 ) -> ConvCase:
     """Draw any valid call.  With the default activations, integer arrays have exact results."""
     rank = draw(st.sampled_from(ranks))
-    kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
+    kernel = tuple(draw(bounded_sizes(rank, 4, MAX_TAPS)))
     stride, dilation = draw(per_axis_ints(rank, 1, 3)), draw(per_axis_ints(rank, 1, 3))
     reaches = [d * (k - 1) for d, k in zip(reference.per_axis(dilation, rank), kernel)]
     padding = draw(paddings(rank))
     spatial = tuple(draw(spatial_sizes(reaches, padding)))
 
     groups = draw(st.integers(1, 4))
-    most_channels = max(1, min(4, MOST_TERMS // math.prod(kernel)))
+    most_channels = max(1, min(4, MAX_TERMS // math.prod(kernel)))
     depthwise = draw(st.booleans())
     channels_per_group = 1 if depthwise else draw(st.integers(1, most_channels))
     channels = tuple(draw(channel_splits(groups * channels_per_group)))
@@ -500,7 +500,7 @@ def conv_cases(
         out_layout=draw(st.sampled_from((None, *inner_layouts))),
         seed=draw(st.integers(0, 2**16)),
     )
-    assume(math.prod(case.out_spatial) * math.prod(kernel) <= MOST_ORACLE_STEPS)
+    assume(math.prod(case.out_spatial) * math.prod(kernel) <= MAX_ORACLE_STEPS)
     return case
 
 
@@ -544,7 +544,7 @@ def transposed_cases(
         "residual_layout", "out_layout", "seed",
     )  # fmt: skip
     case = TransposedCase(spatial=spatial, **sizes, **{name: getattr(like, name) for name in names})
-    assume(math.prod(spatial) * math.prod(case.kernel) <= MOST_ORACLE_STEPS)
+    assume(math.prod(spatial) * math.prod(case.kernel) <= MAX_ORACLE_STEPS)
     return case
 
 
@@ -558,7 +558,7 @@ def pool_cases(
 ) -> PoolCase:
     """Draw any valid call of `max_pool`, or of `avg_pool`."""
     rank = draw(st.integers(1, 3))
-    kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
+    kernel = tuple(draw(bounded_sizes(rank, 4, MAX_TAPS)))
     dilation, padding = draw(per_axis_ints(rank, 1, 3)), draw(paddings(rank))
     reaches = [d * (k - 1) for d, k in zip(reference.per_axis(dilation, rank), kernel)]
     channels = tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
@@ -630,7 +630,7 @@ def spatial_sizes(draw: st.DrawFn, reaches: list[int], padding: Any) -> list[int
     sizes = list(smallest)
     for axis in draw(st.permutations(range(rank))):
         others = math.prod(sizes) // sizes[axis]
-        sizes[axis] = draw(st.integers(smallest[axis], max(smallest[axis], min(9, MOST_PIXELS // others))))
+        sizes[axis] = draw(st.integers(smallest[axis], max(smallest[axis], min(9, MAX_PIXELS // others))))
     return sizes
 
 

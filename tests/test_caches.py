@@ -16,7 +16,7 @@ from peak_memory import peak_bytes
 import cupyconv
 from cupyconv.call import operation
 from cupyconv.numpy import windows
-from cupyconv.numpy.backend import LINE, KeptScratch, Scratch, _Buffers, aligned_bytes, lines_apart, whole_lines
+from cupyconv.numpy.backend import LINE, CachedScratch, Scratch, _Buffers, aligned_bytes, lines_apart, whole_lines
 from cupyconv.problem import caches
 
 
@@ -178,7 +178,7 @@ def test_a_full_cache_of_many_lets_go_of_an_eighth_more():
 
 def test_forms_are_made_once_each_and_so_many_at_the_most():
     forms, made = caches.Forms(), count()
-    keys = list(range(caches.MOST_FORMS))
+    keys = list(range(caches.MAX_FORMS))
     for _ in range(2):
         assert [forms.keep(key, lambda: next(made)) for key in keys] == [forms.get(key) for key in keys] == keys
     assert forms.keep("one more", lambda: next(made)) is forms.get("one more") is None
@@ -278,7 +278,7 @@ def test_views_of_scratch_memory_are_made_once_while_it_stays():
 
 
 def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
-    scratch = KeptScratch(np.dtype(np.float32))
+    scratch = CachedScratch(np.dtype(np.float32))
 
     def use():
         scratch.array("tile", (1000,))[...] = 1
@@ -300,7 +300,7 @@ def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
 
 def test_scratch_memory_beyond_the_budget_is_fresh(monkeypatch):
     monkeypatch.setattr(caches, "BUDGET", 1000)
-    scratch = KeptScratch(np.dtype(np.float32))
+    scratch = CachedScratch(np.dtype(np.float32))
     large = scratch.array("tile", (1000,))
     assert large.nbytes == 4000 and caches.spent() == 0
     assert not np.shares_memory(large, scratch.array("tile", (1000,)))

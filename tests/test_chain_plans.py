@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import array
 from strategies import share_of_examples
-from test_every_numpy_plan import LEAST_LIMIT, MOST_LIMIT, about
+from test_every_numpy_plan import MAX_LIMIT, MIN_LIMIT, about
 
 import cupyconv
 from cupyconv import ConvLayer
@@ -73,7 +73,7 @@ def chain_of(random: Random, make: Make = array, scale: int = 60) -> tuple[Chain
     call = checked_call(cupyconv.conv_chain, x, layers, out=out)
     problem: Any = call.problem
     machine = HostModel(random.choice((1, 2, 3)))
-    limit = about(random, LEAST_LIMIT, MOST_LIMIT)
+    limit = about(random, MIN_LIMIT, MAX_LIMIT)
     problem = on(replace(problem, workspace_limit=limit), machine)
     return problem, call.arrays
 

@@ -154,7 +154,7 @@ def test_products_of_which_one_factor_is_complex(
     cuda_target, monkeypatch, dtypes, groups, channels, kernel, layout, out_layout, cut
 ):
     """Real products are used: x as number pairs, or the weight as real and imaginary planes; any `out`, in chunks."""
-    monkeypatch.setattr(gemm, "SMALLEST_CHUNK", 8)
+    monkeypatch.setattr(gemm, "MIN_CHUNK", 8)
     generator = np.random.default_rng(0)
 
     def integers(shape, dtype):

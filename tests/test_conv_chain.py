@@ -20,7 +20,7 @@ from strategies import (
     ACTIVATIONS,
     DTYPES,
     EXACT_ACTIVATIONS,
-    MOST_ORACLE_STEPS,
+    MAX_ORACLE_STEPS,
     ConvCase,
     absolute_values,
     bounded_sizes,
@@ -44,7 +44,7 @@ from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.numpy import chain as chain_numpy
 from cupyconv.numpy import chain_fused
-from cupyconv.numpy.backend import kept_scratch, seconds_of
+from cupyconv.numpy.backend import cached_scratch, seconds_of
 from cupyconv.numpy.chain import LayersLoop
 from cupyconv.numpy.chain_fused import ChainLoop
 from cupyconv.problem.plan import Address, Kernel, KernelLaunch, Plan, counted
@@ -138,7 +138,7 @@ def chain_cases(
             weight_layout=draw(st.sampled_from(("c_order", "window", "reversed"))),
             out_layout=draw(st.sampled_from((None, "c_order", "window", "channels_last"))), seed=draw(st.integers(0, 2**16)),
         )  # fmt: skip
-        assume(math.prod(last.out_spatial) * math.prod(kernel) <= MOST_ORACLE_STEPS)
+        assume(math.prod(last.out_spatial) * math.prod(kernel) <= MAX_ORACLE_STEPS)
         if not zeros and all(last.spatial):
             last = replace(last, padding_mode=draw(padding_modes(padding, kernel)))
         layers.append(last)
@@ -390,7 +390,7 @@ def test_numpy_takes_what_explain_says(of, fuse, threads, limit, small_buffers):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse)
         out = cupyconv.conv_chain(x, layers, fuse=fuse)
         cupyconv.conv_chain(x, layers, fuse=fuse, out=out)
-        kept_scratch(np.dtype("float32"))._give_back()
+        cached_scratch(np.dtype("float32"))._give_back()
         peak = peak_bytes(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
     python_objects = 50_000
     assert peak <= plan.workspace_bytes + python_objects

@@ -31,7 +31,7 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyBackend
-from cupyconv.numpy.convolution import KEPT_MEMORY
+from cupyconv.numpy.convolution import CACHED_MEMORY
 from cupyconv.numpy.gathered import GatheredLoop, Zeros, plan_gathered
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.problem.arrays import c_strides
@@ -214,8 +214,8 @@ def test_what_is_gathered_keeps_no_more_from_call_to_call_than_it_says(size, lim
         plan = plan_gathered(replace(problem, machine=HostModel(1), workspace_limit=limit))
     except ValueError:
         return
-    kept = sum(step.convolution.kept_memory for step in plan.steps if step.keeps)
-    assert kept <= KEPT_MEMORY and weight.nbytes + kept <= plan.workspace_bytes <= limit
+    kept = sum(step.convolution.cached_memory for step in plan.steps if step.keeps)
+    assert kept <= CACHED_MEMORY and weight.nbytes + kept <= plan.workspace_bytes <= limit
 
 
 @pytest.mark.parametrize("kernel, stride, parts", [((1, 1), 2, 1), ((3, 1), 2, 2), ((2, 2), 3, 4), ((1, 3), (1, 4), 3)])

@@ -345,7 +345,7 @@ def test_parts_of_a_product_are_small_and_all_of_it(rows, reduction, columns, is
     dtype, vector = ("float64", 8) if is_double else ("float32", 16)
     parts = cost.parts_of_product(rows, reduction, columns, dtype, may_be_longer, turned)
     if parts is None:
-        assert not 0 < reduction * 2 * vector * cost.LEAST_ROWS <= cost.SMALL_PRODUCT / (2 if is_double else 1)
+        assert not 0 < reduction * 2 * vector * cost.MIN_ROWS <= cost.SMALL_PRODUCT / (2 if is_double else 1)
         return
     assert 1 <= parts.rows <= rows and 1 <= parts.columns <= parts.length
     assert columns <= parts.length < columns + 4 * vector * may_be_longer + (not may_be_longer)
@@ -359,7 +359,7 @@ def test_parts_of_a_product_are_small_and_all_of_it(rows, reduction, columns, is
     more = cost.parts_of_product(2 * rows, reduction, columns, dtype, may_be_longer, turned)
     assert more is None or 0.9 * parts.seconds < more.seconds < 3 * parts.seconds
     assert turned or as_it_is is None or cost.product_of_few(rows, reduction, columns, dtype) <= as_it_is.seconds
-    assert cost.product_of_few(cost.LEAST_ROWS, reduction, columns, dtype) == 0
+    assert cost.product_of_few(cost.MIN_ROWS, reduction, columns, dtype) == 0
 
 
 @pytest.mark.parametrize("price", ["BEGIN", "READ"])

@@ -286,7 +286,7 @@ def test_views_of_rows_are_made_once_and_their_zeros_written_each_time(name, thr
                 x, weight, stride=stride, dilation=dilation, padding=pairs, padding_mode=mode, groups=shape[1]
             )
             np.testing.assert_array_equal(result, expected)
-            for buffers in list(backend.kept_scratch(x.dtype)._all.values()):
+            for buffers in list(backend.cached_scratch(x.dtype)._all.values()):
                 for key, memory in list(buffers.items()):
                     if type(key) is str:
                         memory.fill(255)  # not a number

@@ -29,7 +29,7 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import CheckedCall
 from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_gradient
-from cupyconv.numpy.backend import NumpyBackend, kept_scratch
+from cupyconv.numpy.backend import NumpyBackend, cached_scratch
 from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
 from cupyconv.numpy.choice import Method, choose
 from cupyconv.numpy.convolution import ConvLoop
@@ -51,7 +51,7 @@ from cupyconv.problem.recurrence import GATES, RecurrentProblem
 
 METHODS = ("winograd", "fft", "gemm", "direct")
 #: Smallest and largest limit in bytes: a few rows, and more than any of these calls needs.
-LEAST_LIMIT, MOST_LIMIT = 1 << 14, 1 << 25
+MIN_LIMIT, MAX_LIMIT = 1 << 14, 1 << 25
 BACKEND = NumpyBackend()
 #: A function that makes an array with a shape, a dtype and a memory order.
 Make = Callable[..., np.ndarray]
@@ -133,7 +133,7 @@ ANY: dict[str, Callable[..., Any]] = {
 def problem_of(name: str, random: Random, threads: int = 0, times: int = 1) -> tuple[ProductsProblem, int]:
     """Return a random problem with a random limit, and the bytes of whole copies, which may exceed the limit."""
     function, arguments, settings = ANY[name](random, array, random.choice((20, 60, 200)), times)
-    limit = about(random, LEAST_LIMIT, MOST_LIMIT)
+    limit = about(random, MIN_LIMIT, MAX_LIMIT)
     threads = threads or random.choice((1, 2, 3))
     problem: Any = checked_call(function, *arguments, **settings).problem
     problem = replace(problem, machine=HostModel(threads), workspace_limit=limit)
@@ -471,7 +471,7 @@ def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
     with BACKEND.current():
         run = partial(BACKEND.prepare(plan), arrays)
         run()  # sets up what all runs share, and the regions that are read
-        for memory in (MEMORY, *map(kept_scratch, map(np.dtype, ("float32", "float64", "complex64", "complex128")))):
+        for memory in (MEMORY, *map(cached_scratch, map(np.dtype, ("float32", "float64", "complex64", "complex128")))):
             memory._give_back()
         peak = peak_bytes(run)
     loops = [*loops_of(plan)]
@@ -682,7 +682,7 @@ LARGE: dict[str, Call] = {
 #: The calls that run within a small limit.
 WITHIN_LITTLE = "depthwise", "channels last", "groups", "one tap, float16", "complex", "a border", "float16, that ends"
 #: Smallest share of the counted memory that each implementation uses for these calls.
-LEAST_TAKEN = 1 / 3
+MIN_TAKEN = 1 / 3
 
 
 def large(name: str, of: Call, ones: Make = ones) -> CheckedCall:
@@ -729,7 +729,7 @@ def test_every_way_takes_the_memory_that_it_says_of_large_arrays(name, of, small
         peak, objects = taken(plan, arrays)
         assert peak <= plan.workspace_bytes + objects, (peak, plan)
         if not any(isinstance(loop, IN_PLACE) for loop in loops):
-            assert peak + OBJECTS >= LEAST_TAKEN * plan.workspace_bytes, (peak, plan)
+            assert peak + OBJECTS >= MIN_TAKEN * plan.workspace_bytes, (peak, plan)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 32])
@@ -979,11 +979,11 @@ def test_of_a_weight_that_never_changes_what_is_made_is_kept_and_counted_once(dt
         (loop,) = loops_of(plan)
         sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
         stays = is_constant and is_kept and dtype == "float16"
-        assert loop.kept_bytes == (made if stays else 0)
+        assert loop.cached_bytes == (made if stays else 0)
         assert (sizes.get("weight", 0) >= made) == (dtype == "float16" and not stays)
     for implementation in implementations_for("conv", problem):
         plan = by_implementation(replace(problem, weight_is_constant=True), implementation)
-        assert plan is None or all(step.kept_bytes >= 0 for step in plan.steps)  # type: ignore[attr-defined]
+        assert plan is None or all(step.cached_bytes >= 0 for step in plan.steps)  # type: ignore[attr-defined]
 
 
 def test_a_part_that_has_no_plan_like_another_has_one_of_its_own():
@@ -1244,7 +1244,7 @@ def any_layer(random: Random) -> RecurrentProblem:
         settings |= {name: array(*directions, gates, dtype=dtype) for name in ("bias_ih", "bias_hh")}
     problem: Any = checked_call(getattr(cupyconv, cell), x, weight_ih, gapped, **settings).problem
     machine = random.choice((HostModel(1), HostModel(2), HostModel(4), HostModel(4, most=4)))
-    return replace(problem, machine=machine, workspace_limit=about(random, 1 << 12, MOST_LIMIT))
+    return replace(problem, machine=machine, workspace_limit=about(random, 1 << 12, MAX_LIMIT))
 
 
 @share_of_examples(4)

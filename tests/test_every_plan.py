@@ -52,7 +52,7 @@ from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import GATES
 
 #: Most elements of the result, or of a step's output, that one thread computes; tiles of products have the most.
-MOST_OF_A_THREAD = 256
+MAX_OF_A_THREAD = 256
 
 CONVOLUTIONS = {
     "3x3": ((8, 16, 20, 20), (24, 16, 3, 3), {"padding": 1}),
@@ -87,7 +87,7 @@ TIMES = {
     "merge": (1, 4),  # once per tile of outputs
 }
 #: Most bytes that a thread moves, for kernels whose threads share the elements.
-MOST_BYTES = {
+MAX_BYTES = {
     **dict.fromkeys(("channels_last", "depthwise", "finish_tiles", "pool", "pool_gradient", "prologue_grad"), 256),
     **dict.fromkeys(("epilogue", "im2col", "recurrent_inputs", "tiles"), 512),
 }
@@ -263,9 +263,9 @@ def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
     threads = prod(launch.grid) * launch.block
     parts_are_even(launch)
     is_whole = GRID_Y not in launch.grid and launch.purpose not in ("zeros", "sum of the parts")
-    if is_whole and launch.kernel.name in MOST_BYTES:
+    if is_whole and launch.kernel.name in MAX_BYTES:
         assert threads <= max(1024, 2 * launch.bytes_moved), launch
-        assert launch.bytes_moved <= MOST_BYTES[launch.kernel.name] * threads, launch
+        assert launch.bytes_moved <= MAX_BYTES[launch.kernel.name] * threads, launch
     assert all(count == 1 or asked for count, asked in zip(launch.grid, axes_asked_for(launch.kernel.name))), launch
     lanes_have_channels(launch)
     if launch.kernel.name in UNCOSTED:
@@ -343,7 +343,7 @@ def enough_threads(plan: Plan, elements: int) -> None:
     writing = [step for step in every if any(at.buffer == "out" for at in addresses(step.params))]
     threads = sum(prod(step.grid) * step.block for step in writing)
     if writing and not any(step.grid[0] == GRID_X or GRID_Y in step.grid[1:] for step in writing):
-        assert threads * MOST_OF_A_THREAD >= elements, writing
+        assert threads * MAX_OF_A_THREAD >= elements, writing
         assert threads <= 1024 * len(writing) + 8 * elements, writing
 
 

@@ -417,7 +417,7 @@ def test_infinities_and_nan_are_where_the_definition_puts_them(channels, threads
 
 def test_a_block_that_would_take_too_long_is_left_as_it_is(monkeypatch):
     for module in (fft, fft_scattered, fft_weight_gradient):
-        monkeypatch.setattr(module, "MOST_PRODUCTS", 1000)
+        monkeypatch.setattr(module, "MAX_PRODUCTS", 1000)
     forget_calls()
     x, weight = normal(1, 1, 300, 30), normal(1, 1, 3, 3)
     x[0, 0, 5, 5] = np.nan

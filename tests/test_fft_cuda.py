@@ -56,7 +56,7 @@ def check(target, x, weight, settings, *, limit=150_000):
     for most in (None, limit):
         with cupyconv.options(workspace_limit=most), pytest.MonkeyPatch.context() as patch:
             if most is not None:  # recomputation would hide a sum that begins with unwritten memory, which is NaN here
-                patch.setattr(tiles, "MOST_PRODUCTS", 0)
+                patch.setattr(tiles, "MAX_PRODUCTS", 0)
             plan = cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings)
             actual = cupyconv.conv(*arrays, method="fft", **settings)
         assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
@@ -237,7 +237,7 @@ def test_infinities_and_nan_are_where_the_definition_puts_them(cuda_target, orde
 
 
 def test_what_would_take_too_long_is_left_as_it_is(cuda_target, monkeypatch):
-    monkeypatch.setattr(tiles, "MOST_PRODUCTS", 1000)
+    monkeypatch.setattr(tiles, "MAX_PRODUCTS", 1000)
     forget_calls()
     x, weight = normal(1, 1, 300, 30), normal(1, 1, 3, 3)
     x[0, 0, 5, 5] = np.nan

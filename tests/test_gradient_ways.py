@@ -15,7 +15,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.numpy import interleaved, transposed, weight_channels, weight_gradient, weight_sums
-from cupyconv.numpy.backend import kept_scratch
+from cupyconv.numpy.backend import cached_scratch
 from cupyconv.numpy.convolution import CACHE_BLOCK
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_channels import GradientChannels
@@ -37,7 +37,7 @@ def as_outputs(fresh, monkeypatch):
     """Plan every strided gradient with its phases as the outputs of one convolution, if that is possible."""
     monkeypatch.setattr(transposed, "plan_gathered", refused)
     monkeypatch.setattr(transposed.cost, "least_scattered", lambda problem: float("inf"))
-    monkeypatch.setattr(interleaved, "MOST_ZEROS", float("inf"))
+    monkeypatch.setattr(interleaved, "MAX_ZEROS", float("inf"))
 
 
 def is_interleaved(plan) -> bool:
@@ -417,7 +417,7 @@ def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, 
         plan = cupyconv.explain(function, *arguments, out=out, **window)
         call = partial(function, *arguments, out=out, **window)
         call()
-        kept_scratch(np.dtype("float32"))._give_back()
+        cached_scratch(np.dtype("float32"))._give_back()
         python_objects = 100_000
         assert peak_bytes(call) <= plan.workspace_bytes + python_objects
     assert limit is None or plan.workspace_bytes <= limit
@@ -445,7 +445,7 @@ def test_what_a_gradient_writes_beside_its_result_stays(implementation, shape, k
     with cupyconv.options(threads=1):  # with two threads, another one may have done the work before
         call()
         assert peak_bytes(call) <= python_objects
-        kept_scratch(np.dtype("float32"))._give_back()
+        cached_scratch(np.dtype("float32"))._give_back()
         assert peak_bytes(call) > 2 * python_objects
     assert_exact(out, reference_gradients.conv_grad_weight(grad, x, kernel[2:], stride=stride), "float32")
 
@@ -457,7 +457,7 @@ def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh,
     grad = cupyconv.conv(x, np.zeros((16, 3, 7, 7), np.float32))
     out, python_objects = np.empty((16, 3, 7, 7), np.float32), 100_000
     call = partial(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
-    others = caches.BUDGET - weight_sums.KEPT_BLOCKS
+    others = caches.BUDGET - weight_sums.CACHED_BLOCKS
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 7, method="gemm", out=out)
         call()
@@ -475,10 +475,10 @@ def test_where_much_is_kept_already_what_a_gradient_writes_is_of_one_call(fresh,
 def test_memory_that_gradients_keep_is_a_part_of_the_budget(fresh):
     """Other caches use the rest of the budget, and may use some of this part too."""
     cupyconv.clear_caches()
-    dtype, most = np.dtype("float32"), weight_sums.KEPT_BLOCKS
+    dtype, most = np.dtype("float32"), weight_sums.CACHED_BLOCKS
 
     def is_kept(nbytes: int) -> bool:
-        return weight_sums.memory_of_run(dtype, nbytes, 1) is kept_scratch(dtype)
+        return weight_sums.memory_of_run(dtype, nbytes, 1) is cached_scratch(dtype)
 
     assert is_kept(most) and not is_kept(most + 1)
     others = caches.BUDGET - most - caches.spent() - 1000

@@ -21,7 +21,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.explain import checked_call
-from cupyconv.call.operation import _OPERATIONS, LEAST_WORKSPACE, NEAR, _enough_workspace
+from cupyconv.call.operation import _OPERATIONS, MIN_WORKSPACE, NEAR, _enough_workspace
 from cupyconv.problem import caches
 
 SHAPES = {
@@ -313,7 +313,7 @@ def test_the_limit_that_a_refusal_names_is_near_the_least(limit):
 
     for least in (limit + 1, limit + 2, 2 * limit + 7, 1_000_003, 1 << 40):
         enough = _enough_workspace(plan, replace(problem, workspace_limit=limit))
-        assert least <= enough <= NEAR * max(LEAST_WORKSPACE, least)
+        assert least <= enough <= NEAR * max(MIN_WORKSPACE, least)
     least = 1 << 63
     assert _enough_workspace(plan, replace(problem, workspace_limit=limit)) is None
 

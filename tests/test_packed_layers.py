@@ -53,7 +53,7 @@ def packs(target):
     return names.count("pack_weight")
 
 
-def kept_bytes(plan):
+def cached_bytes(plan):
     return {buffer.name: buffer.nbytes for buffer in plan.workspace if buffer.of}
 
 
@@ -92,7 +92,7 @@ def test_a_call_that_is_repeated_packs_its_weight_once(cuda):
             assert_exact(cuda.to_host(call(x=cuda.to_device(x))), expected, "float32")
             count.append(packs(cuda))
     assert count == [1, 0, 0] * 2
-    assert kept_bytes(call.checked(x=cuda.to_device(x)).plan())
+    assert cached_bytes(call.checked(x=cuda.to_device(x)).plan())
 
 
 def test_what_is_read_in_another_way_has_a_form_of_its_own(cuda):
@@ -100,14 +100,14 @@ def test_what_is_read_in_another_way_has_a_form_of_its_own(cuda):
     for _ in range(2):
         for tf32 in (False, True):
             with cupyconv.options(allow_tf32=tf32):
-                forms |= kept_bytes(cupyconv.explain(cupyconv.conv_chain, cuda.to_device(x), [packed]))
+                forms |= cached_bytes(cupyconv.explain(cupyconv.conv_chain, cuda.to_device(x), [packed]))
                 actual = cupyconv.conv_chain(cuda.to_device(x), [packed])
             assert_exact(cuda.to_host(actual), reference.conv(x, cuda.to_host(packed.weight)), "float32")
     assert packs(cuda) == len(forms) == 2
 
 
 def test_of_many_forms_some_are_made_anew(cuda, monkeypatch):
-    monkeypatch.setattr(caches, "MOST_FORMS", 0)
+    monkeypatch.setattr(caches, "MAX_FORMS", 0)
     x, packed = integers(2, 6, 9, 8), layer_on(cuda, 5, 6, 3, 3).packed()
     cuda.device.waits = 0
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_every_layer_of_a_chain_keeps_its_own(cuda):
     for layer in layers:
         expected = reference.conv(expected, cuda.to_host(layer.weight), padding=1)
     plan = cupyconv.explain(cupyconv.conv_chain, cuda.to_device(x), layers, fuse=False)
-    assert [name.split()[0] for name in kept_bytes(plan)] == ["weight[0]", "weight[1]"]
+    assert [name.split()[0] for name in cached_bytes(plan)] == ["weight[0]", "weight[1]"]
     for count in (3, 1):
         actual = cupyconv.conv_chain(cuda.to_device(x), layers, fuse=False)
         assert_exact(cuda.to_host(actual), expected, "float32")
@@ -142,8 +142,8 @@ def test_samples_in_chunks_share_what_is_kept(cuda):
         actual = cupyconv.conv_chain(cuda.to_device(x), layers, fuse=False)
     assert "chunks of" in plan.reason
     assert_exact(cuda.to_host(actual), expected, "float32")
-    assert packs(cuda) == len(kept_bytes(plan)) >= 2
-    assert plan.workspace_bytes - sum(kept_bytes(plan).values()) <= 100_000
+    assert packs(cuda) == len(cached_bytes(plan)) >= 2
+    assert plan.workspace_bytes - sum(cached_bytes(plan).values()) <= 100_000
 
 
 def test_the_first_layers_weight_may_change(target, by_implicit_gemm):
@@ -202,7 +202,7 @@ def test_what_is_kept_goes_with_the_layer(cuda):
     packed = layer_on(cuda, 5, 6, 3, 3).packed()
     x = cuda.to_device(integers(2, 6, 9, 8))
     plan = cupyconv.explain(cupyconv.conv_chain, x, [packed])
-    (nbytes,) = kept_bytes(plan).values()
+    (nbytes,) = cached_bytes(plan).values()
     assert plan.workspace_bytes >= nbytes and "packed" not in str(plan.steps) and ", cached" in str(plan)
     cupyconv.conv_chain(x, [packed])
     gc.collect()
@@ -216,7 +216,7 @@ def test_what_is_kept_is_beside_the_limit(cuda):
     x, layer = np.empty((2, 64, 9, 8), np.float32), ConvLayer(np.empty((64, 64, 3, 3), np.float32))
     with cupyconv.options(workspace_limit=1000):
         plan = cupyconv.explain(cupyconv.conv_chain, x, [layer.packed()], on="sm_90")
-        assert plan.workspace_bytes == sum(kept_bytes(plan).values()) > 1000
+        assert plan.workspace_bytes == sum(cached_bytes(plan).values()) > 1000
         with pytest.raises(ValueError, match="packed weight needs"):
             cupyconv.explain(cupyconv.conv_chain, x, [layer], on="sm_90")
 
@@ -264,7 +264,7 @@ def test_a_weight_that_is_converted_is_packed_in_each_call(cuda):
     for _ in range(2):
         actual = cupyconv.conv_chain(cuda.to_device(x), [packed])
         assert_exact(cuda.to_host(actual), reference.conv(x, cuda.to_host(packed.weight)), "float64")
-    assert not kept_bytes(cupyconv.explain(cupyconv.conv_chain, cuda.to_device(x), [packed]))
+    assert not cached_bytes(cupyconv.explain(cupyconv.conv_chain, cuda.to_device(x), [packed]))
 
 
 def test_numpy_keeps_what_winograd_makes(monkeypatch):

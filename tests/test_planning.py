@@ -24,7 +24,7 @@ from strategies import share_of_examples
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import depthwise, depthwise_transposed
-from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
+from cupyconv.cuda.plan.gemm import MIN_CHUNK
 from cupyconv.cuda.plan.launches import is_along_channels, vector_width
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
@@ -757,7 +757,7 @@ def test_a_limit_too_small_for_columns():
     # The workspace that the refusal names is enough.
     needed = int(refused.split(" needs ")[1].split()[0].replace(",", ""))
     assert plan(*arguments, limit=needed, method="gemm").workspace_bytes <= needed
-    assert min(SMALLEST_CHUNK, 30 * 30) * 27 * 4 <= needed
+    assert min(MIN_CHUNK, 30 * 30) * 27 * 4 <= needed
 
 
 def test_a_named_method_is_refused_with_its_reason():

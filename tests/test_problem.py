@@ -75,7 +75,7 @@ from cupyconv.problem.polyphase import (
 )
 from cupyconv.problem.problems import NotApplicable, Problem, Prologue, without_empty_inputs
 from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
-from cupyconv.problem.transforms import MOST_SHARES, is_real, share_problem, share_sizes
+from cupyconv.problem.transforms import MAX_SHARES, is_real, share_problem, share_sizes
 
 RANDOMS = st.randoms(use_true_random=False)
 
@@ -478,7 +478,7 @@ def test_shares_are_halved_as_often_as_allowed(groups, outputs):
     for (own, each), (fewer, less) in pairwise(sizes):
         assert (fewer, less) == ((math.ceil(own / 2), each) if own > 1 else (1, math.ceil(each / 2)))
     *others, last = [math.prod(size) for size in sizes]
-    assert last <= max(1, groups * outputs // MOST_SHARES) < min(others, default=math.inf)
+    assert last <= max(1, groups * outputs // MAX_SHARES) < min(others, default=math.inf)
 
 
 @given(RANDOMS)

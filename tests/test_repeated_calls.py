@@ -94,7 +94,7 @@ def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
         np.testing.assert_array_equal(cupyconv.conv(x, w, method="winograd"), first)
     assert len(made) == 3
     plan, plain = call.checked(x=x).plan(), cupyconv.explain(cupyconv.conv, x, w, method="winograd")
-    assert sum(step.kept_bytes for step in plan.steps) == 4 * 36 * 64 * 64
+    assert sum(step.cached_bytes for step in plan.steps) == 4 * 36 * 64 * 64
     assert plan.workspace_bytes == plain.workspace_bytes - 4 * (36 + 9) * 64 * 64  # without the taps too
     assert plan.steps[0].seconds < plain.steps[0].seconds
 
@@ -102,10 +102,10 @@ def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
 def test_no_more_is_kept_than_stated(monkeypatch):
     """A float16 weight has a copy for products; if the copy is too large to cache, each run makes its own."""
     x, w = integers(1, 4, 8, 8, dtype=np.float16), integers(4, 4, 3, 3, dtype=np.float16)
-    for bound, kept in ((convolution.KEPT_CONSTANT, True), (100, False)):
-        monkeypatch.setattr(convolution, "KEPT_CONSTANT", bound)
+    for bound, kept in ((convolution.CACHED_CONSTANT, True), (100, False)):
+        monkeypatch.setattr(convolution, "CACHED_CONSTANT", bound)
         call = RepeatedCall(cupyconv.conv, {"weight": w, "method": "gemm"})
-        assert bool(sum(step.kept_bytes for step in call.checked(x=x).plan().steps)) == kept
+        assert bool(sum(step.cached_bytes for step in call.checked(x=x).plan().steps)) == kept
         np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w, method="gemm"))
         np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w, method="gemm"))
 

@@ -219,7 +219,7 @@ ROWS = {
 @pytest.mark.parametrize("size, kernel, outputs, settings", ROWS.values(), ids=ROWS.keys())
 def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, monkeypatch):
     monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
-    monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(mec, "MIN_BLOCK", 4)
     monkeypatch.setattr(mec.MecRows, "turns_weight", turned)
     monkeypatch.setattr(mec.MecRows, "fitted", mec.MecRows._of_parts)
     monkeypatch.setattr(long_rows.LongRows, "applies", lambda problem: False)

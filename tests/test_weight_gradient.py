@@ -152,7 +152,7 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     """Every way to split the sum into several parts is exact, whole and in chunks."""
     if target.name == "numpy":
         pytest.skip("the cuts are CUDA's")
-    monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
+    monkeypatch.setattr(weight_gradient_cuda, "MIN_PART", 16)
     grad_dtype, x_dtype = dtypes.split()
     grad, x = integers((3, 12, 7, 9), grad_dtype), [integers((3, c, 7, 9), x_dtype, c) for c in (5, 7)]
     expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
@@ -194,7 +194,7 @@ def test_a_1x1_gradient_of_channels_last_images(target, fresh, monkeypatch, dtyp
     So a separate pass writes a transposed result.  Parts of one long row begin anywhere.
     """
     if is_long:
-        monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
+        monkeypatch.setattr(weight_gradient_cuda, "MIN_PART", 16)
         monkeypatch.setattr(weight_gradient_cuda, "CUTS", weight_gradient_cuda.CUTS[-1:])
 
     def placed(array, order):
@@ -375,7 +375,7 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
     window = dict(padding=1, method="gemm")
     assert explained(grad, x, 3, **window).steps[0].name == "columns"
-    monkeypatch.setattr(shared_columns, "LEAST_SHARED", 1)
+    monkeypatch.setattr(shared_columns, "MIN_SHARED", 1)
     monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
     for implementation in (GradientColumns, GradientRows, GradientChannels):
         monkeypatch.setattr(implementation, "applies", lambda problem: False)

@@ -106,7 +106,7 @@ VECTOR = Axes(False, 0)
 
 
 #: Maximum size of a NumPy or CuPy array.
-_MOST_BYTES = 2**63 - 1
+_MAX_BYTES = 2**63 - 1
 
 
 class Result(NamedTuple):
@@ -121,9 +121,9 @@ class Result(NamedTuple):
     def check_size(self) -> None:
         """Refuse a result that is larger than any array can be."""
         nbytes = prod(extent or 1 for extent in self.shape) * self.dtype.itemsize
-        if nbytes > _MOST_BYTES:
+        if nbytes > _MAX_BYTES:
             raise ValueError(
-                f"{self.name} would have shape {self.shape}: {nbytes} bytes, but an array can have at most {_MOST_BYTES}"
+                f"{self.name} would have shape {self.shape}: {nbytes} bytes, but an array can have at most {_MAX_BYTES}"
             )
 
     @property

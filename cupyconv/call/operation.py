@@ -44,7 +44,7 @@ from cupyconv.problem.problems import Problem, UnlikeItsModel
 #: Maximum number of cached executables; the least recently used one is evicted.
 KEPT = 1024
 #: A limit that no call reaches; the smallest limit that an error names; how much it may exceed the minimum, as a ratio.
-UNLIMITED, LEAST_WORKSPACE, NEAR = 1 << 62, 64, 1.25
+UNLIMITED, MIN_WORKSPACE, NEAR = 1 << 62, 64, 1.25
 
 #: Executables by key.  Two threads that store the same key store equivalent executables.
 _executables: Cache[Executable] = Cache(KEPT)
@@ -352,7 +352,7 @@ def _enough_workspace(plan: Callable[[Problem], Plan], problem: Problem) -> int 
             return False
         return True
 
-    refused, enough = max(LEAST_WORKSPACE, problem.limit), UNLIMITED
+    refused, enough = max(MIN_WORKSPACE, problem.limit), UNLIMITED
     if not is_enough(enough):
         return None
     while enough > NEAR * refused:

@@ -154,12 +154,12 @@ class Model:
             plan, seconds = call.plan() if call else None, None
             if call is not None and plan is not None and isinstance(call.problem.machine, GpuModel):
                 seconds = Draft(plan.method, plan.steps).cost(call.problem.machine).seconds
-            forms = _kept_bytes(plan) if plan else 0
+            forms = _cached_bytes(plan) if plan else 0
             peak = max(peak, _nbytes(values.values()) + (plan.workspace_bytes - forms if plan else 0))
             kept += forms
             lines.append(ModelStep(node.op, tuple(node.outputs), plan, seconds))
         weights = sum(array.nbytes for array in self._constants.values())
-        kept += sum(getattr(step, "kept_bytes", 0) for line in lines if line.plan for step in line.plan.steps)
+        kept += sum(getattr(step, "cached_bytes", 0) for line in lines if line.plan for step in line.plan.steps)
         return ModelPlan(tuple(lines), dict(self._graph.done), peak, weights + kept)
 
     def _walked(
@@ -321,7 +321,7 @@ def _nbytes(values: Iterable[Any]) -> int:
     return sum(owner.nbytes for owner in {id(owner): owner for owner in owners}.values())
 
 
-def _kept_bytes(plan: Plan) -> int:
+def _cached_bytes(plan: Plan) -> int:
     """Return the bytes of a plan's workspace that are cached forms of its weight."""
     return sum(buffer.space for buffer in plan.workspace if buffer.of)
 

@@ -36,12 +36,12 @@ _WORTH_WAKING = 150e-6
 #: The same for a recurrent layer, whose planner finds out how another thread can help.
 _WORTH_SHARING_STEPS = 2e-3
 #: Largest number of threads that plans are made for, even if more are requested.
-MOST_THREADS = 64
+MAX_THREADS = 64
 #: Number of cached contexts: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
 #: Largest number of buffers, and of blocks' views of them, that a context or thread caches.  They need some kilobytes
 #: each, and are enough for more layers than most networks have.
-_KEPT_VIEWS = 128
+_CACHED_VIEWS = 128
 #: Calls per turn of a loop over small blocks whose calls are not counted.
 TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")
@@ -77,7 +77,7 @@ class NumpyStep:
         return self.turns * TURN_CALLS
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Bytes that are cached between runs, of arrays that are made from constant arguments."""
         return 0
 
@@ -187,14 +187,14 @@ class Scratch:
         if kept is None or kept[0] is not of:
             kept = of, make()
             if buffers is not None and all(name in buffers for name in names):
-                if len(buffers) >= _KEPT_VIEWS:
+                if len(buffers) >= _CACHED_VIEWS:
                     buffers.give_back("")
                 buffers[key] = kept
         views: Views = kept[1]
         return views
 
 
-class KeptScratch(Scratch):
+class CachedScratch(Scratch):
     """Uninitialised arrays that are cached between calls, as far as the budget of all caches allows.
 
     A call on NumPy has a context that no other call uses (`NumpyBackend.within`), even if a signal handler makes it
@@ -231,9 +231,9 @@ class KeptScratch(Scratch):
 
 
 @cache
-def kept_scratch(dtype: np.dtype) -> KeptScratch:
+def cached_scratch(dtype: np.dtype) -> CachedScratch:
     """Return the memory that is cached between calls."""
-    return KeptScratch(dtype)
+    return CachedScratch(dtype)
 
 
 # --- the backend ----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class NumpyBackend:
 
     def machine(self, threads: int | None) -> HostModel:
         """Return the processor that plans are made for."""
-        return HostModel(min(threads or 0, MOST_THREADS))
+        return HostModel(min(threads or 0, MAX_THREADS))
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which plans run: NumPy's floating-point warnings are silenced."""
@@ -338,7 +338,7 @@ class NumpyBackend:
         """Return the number of threads that are worth waking, at most that of NumPy's BLAS."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
         if isinstance(problem, recurrence.RecurrentProblem):
-            worth_waking = int(seconds / _WORTH_SHARING_STEPS) and MOST_THREADS
+            worth_waking = int(seconds / _WORTH_SHARING_STEPS) and MAX_THREADS
         else:
             worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:

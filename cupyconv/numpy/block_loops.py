@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
 #: Pixels below which a block of columns is not cut, because the products would be vectors.
-SMALLEST_BLOCK = 32
+MIN_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class BlockLoop(NumpyStep):
     #: NumPy calls per turn of the loop, or Python code that takes as long.
     turn_calls: ClassVar[float] = 10
     #: Factor by which a thread's work slows down while other threads work.
-    beside_others: ClassVar[float] = cost.BESIDE_OTHERS
+    contention: ClassVar[float] = cost.CONTENTION
 
     @property
     def calls(self) -> float:
@@ -100,7 +100,7 @@ class BlockLoop(NumpyStep):
     def seconds_on(self, threads: int) -> float:
         """Estimated time if `threads` threads share the blocks."""
         work, calls = self._price
-        return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads, self.beside_others)
+        return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads, self.contention)
 
     @property
     def first_work(self) -> float:
@@ -164,7 +164,7 @@ class PixelLoop(BlockLoop):
     """
 
     #: Pixels below which a block is not cut.
-    smallest: ClassVar[int] = SMALLEST_BLOCK
+    smallest: ClassVar[int] = MIN_BLOCK
 
     problem: ConvProblem | WeightGradientProblem
 

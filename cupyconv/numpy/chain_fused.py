@@ -37,16 +37,16 @@ TILE_BYTES = 5 << 19
 _HALVES = 3
 #: Tiles of a band up to which they are cached from run to run: computing them bounds the time of a chain with few
 #: tiles.
-_KEPT_TILES = 16
+_CACHED_TILES = 16
 #: Most kinds of parts per layer, and most drafts that are tried, so that the time of planning is bounded.
-_MOST_PARTS, _MOST_TRIED = 12, 10
+_MAX_PARTS, _MAX_TRIED = 12, 10
 #: Factor by which tiles take longer than the loops of their parts: each part is another convolution than the previous
 #: one.
 TILES = 1.1
 #: Factor by which the estimated time of one thread must be less than that of several threads.
 _ALONE = 1.1
 #: Fewest rows of an axis that tiles are cut along: on a shorter axis, most windows reach beyond the ends.
-_LEAST_ROWS = 32
+_MIN_ROWS = 32
 
 #: Overhead of Python for a part of a tile, in addition to its loop, in NumPy calls.
 PART_CALLS = 12
@@ -127,7 +127,7 @@ class ChainLoop(NumpyStep):
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
         """The tiles of bands that have few tiles."""
         bands = product(self.sample_counts, self.row_ranges)
-        return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
+        return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _CACHED_TILES * self.tile[1]}
 
     def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
         """The tiles of a band, in order, with one part per layer."""
@@ -178,7 +178,7 @@ def plan_fused(problem: ChainProblem) -> Fused:
             break
         more.append(_drafts(problem, threads, refusals))
         drafts += _while_falling(more[-1])
-    for draft in islice(chain(sorted(drafts, key=_by_price), *more), _MOST_TRIED):
+    for draft in islice(chain(sorted(drafts, key=_by_price), *more), _MAX_TRIED):
         try:
             return _planned(problem, draft)
         except ValueError as reason:
@@ -236,7 +236,7 @@ def axis_of(geometry: ConvGeometry) -> int:
 
     Rows along the outermost axis are contiguous.
     """
-    long = [axis for axis in range(3) if geometry.out_size[axis] >= _LEAST_ROWS]
+    long = [axis for axis in range(3) if geometry.out_size[axis] >= _MIN_ROWS]
     return long[0] if long else max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
@@ -264,12 +264,12 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
         loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
         work += times * sum(loop.work for loop in loops) + sum(loop.fresh_work for loop in loops)
         calls += times * sum(loop.calls + PART_CALLS for loop in loops)
-        beside = max([beside, *(loop.beside_others for loop in loops)])
+        beside = max([beside, *(loop.contention for loop in loops)])
         if inner > 1:
             waits += times * sum(loop.seconds - loop.work - loop.calls * cost.CALL for loop in loops)
     shares = groups * bands
     alone = TILES * cost.shared(work, calls, shares, 1)
-    together = TILES * cost.shared(work, calls, shares, cut.threads, beside or cost.BESIDE_OTHERS)
+    together = TILES * cost.shared(work, calls, shares, cut.threads, beside or cost.CONTENTION)
     return _Draft(cut, inner, together + waits, alone)
 
 
@@ -307,8 +307,8 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
         for part in tiles_to_plan(cut.layers, axis, samples, band, cut.tile[1])
     ]
     unlike = [{part[i].geometry: part[i] for part in parts if part[i].outputs} for i in range(len(layers))]
-    if sum(map(len, unlike)) > _MOST_PARTS * len(layers):
-        raise NotApplicable(f"tiles have more than {_MOST_PARTS} kinds of parts per layer")
+    if sum(map(len, unlike)) > _MAX_PARTS * len(layers):
+        raise NotApplicable(f"tiles have more than {_MAX_PARTS} kinds of parts per layer")
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []
@@ -326,7 +326,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
         most = max((plan.workspace_bytes for plan in plans), default=0)
         for part_loop in loops[-1]:
             whole, beside = scratch.get(kind := (layer.x_dtype, type(part_loop)), (0, 0))
-            scratch[kind] = max(whole, most), max(beside, part_loop.threads * part_loop.beside_bytes)
+            scratch[kind] = max(whole, most), max(beside, part_loop.threads * part_loop.extra_bytes)
     # Layers with the same dtype and implementation share memory, which holds one's columns next to another's tile.
     shared = sum(map(sum, scratch.values()))
     if shared > left:
@@ -462,7 +462,7 @@ class _Run:
         if i == len(held):
             result = self._cut(self.out, samples, piece.outputs)
         else:
-            result = self._make_room(held[i], tile[i + 1][0].reads, piece.outputs)
+            result = self._evict_for(held[i], tile[i + 1][0].reads, piece.outputs)
         if loop is None:
             return
         if i == 0:
@@ -474,7 +474,7 @@ class _Run:
             images["residual"] = self._cut(self.residuals[i], samples, piece.outputs)
         loop.run({**self.common[i], **images, "out": result}, self.scratch[loop.x_dtype])
 
-    def _make_room(self, held: _Held, needed: range, new: range) -> np.ndarray:
+    def _evict_for(self, held: _Held, needed: range, new: range) -> np.ndarray:
         """Move the `needed` rows that are present to the front; return the memory of the `new` rows behind them."""
         kept = new.start - needed.start
         if kept and held.first != needed.start:

@@ -62,8 +62,8 @@ def winograd_refusal(problem: ProductsProblem) -> str:
         return "forbidden by options(allow_winograd=False)"
     if not problem.x_dtype == problem.factor_dtype == problem.dtype == "float32":
         return "only for float32; in other dtypes, its rounding errors are too large or its products too slow"
-    if geometry.stride != (1, 1, 1) or geometry.taps == 1 or max(geometry.kernel) > cost.MOST_TAPS:
-        return f"only for stride 1, and kernels of 2 to {cost.MOST_TAPS} taps along some axes and 1 along the others"
+    if geometry.stride != (1, 1, 1) or geometry.taps == 1 or max(geometry.kernel) > cost.MAX_TAPS:
+        return f"only for stride 1, and kernels of 2 to {cost.MAX_TAPS} taps along some axes and 1 along the others"
     return ""
 
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch, kept_scratch
+from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose, winograd_refusal
 from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
@@ -52,9 +52,9 @@ SHORT_CALL = 256 << 10
 #: Pixels from which one sample fills a product.  Smaller images share a product, through columns.
 LONE_PIXELS = 256
 #: Largest arranged weight, in bytes, that is cached between runs if the weight is constant.
-KEPT_CONSTANT = 16 << 20
+CACHED_CONSTANT = 16 << 20
 #: Bytes that a small convolution may cache between calls.  With more, its runner would be too large to cache.
-KEPT_MEMORY = 2 << 20
+CACHED_MEMORY = 2 << 20
 
 #: All methods of a convolution.  Depthwise convolutions have their own table (see `depthwise`).
 METHODS = {
@@ -156,7 +156,7 @@ class ConvLoop(PixelLoop):
         return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """Bytes in the scratch memory of `images` besides a block's largest array, such as the tile besides columns."""
         return 0
 
@@ -165,7 +165,7 @@ class ConvLoop(PixelLoop):
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
             problem = replace(problem, machine=replace(problem.host, threads=max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
-        weight = 0 if kept_weight(cls, problem) else copied + cls.weight_bytes(problem)
+        weight = 0 if cached_weight_bytes(cls, problem) else copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
         blocks = loop.threads * (loop.workspace + loop.index_bytes)
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
@@ -184,7 +184,7 @@ class ConvLoop(PixelLoop):
     @property
     def memory(self) -> Scratch:  # not stored in the loop: a cache would count it as part of the loop
         """Scratch memory, reused because the first touch of a page takes longer than much of the work on it."""
-        return kept_scratch(self.x_dtype)
+        return cached_scratch(self.x_dtype)
 
     @cached_property
     def activate(self) -> Callable[[np.ndarray], None] | None:
@@ -195,11 +195,11 @@ class ConvLoop(PixelLoop):
         return partial(activate, activation=self.problem.activation)
 
     @property
-    def kept_bytes(self) -> int:
-        return kept_weight(type(self), self.problem)
+    def cached_bytes(self) -> int:
+        return cached_weight_bytes(type(self), self.problem)
 
     @property
-    def kept_memory(self) -> int:
+    def cached_memory(self) -> int:
         """Bytes of memory that the function returned by `executable` keeps between calls."""
         return 0
 
@@ -216,12 +216,12 @@ class ConvLoop(PixelLoop):
             finish(block)
 
 
-def kept_weight(implementation: type[ConvLoop], problem: ConvProblem) -> int:
+def cached_weight_bytes(implementation: type[ConvLoop], problem: ConvProblem) -> int:
     """Bytes of the arrays that an implementation makes from a constant weight and caches; 0 if it caches none."""
     if not problem.weight_is_constant:
         return 0
     made = weight_copy(problem) + implementation.weight_bytes(problem)
-    return made if made <= KEPT_CONSTANT else 0
+    return made if made <= CACHED_CONSTANT else 0
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class ConvRun:
             if self._is_prepared:
                 return
             kept = None
-            if self.loop.kept_bytes and (forms := forms_of(self._weight)):
+            if self.loop.cached_bytes and (forms := forms_of(self._weight)):
                 kept = forms.keep(self.loop.form, partial(self._arranged, self._weight))
             self.weight = self._arranged(self._weight) if kept is None else kept
             self._is_prepared = True

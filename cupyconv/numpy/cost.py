@@ -44,7 +44,7 @@ WAKE = 110e-6
 #: `backend` requires less: it only limits the threads of a plan, from a cautious estimate of the work.
 SHARE, TOEPLITZ_SHARE = 600e-6, 400e-6
 #: Slowdown of work while other cores use the same memory; of most work, and of work that is mostly products of columns.
-BESIDE_OTHERS, PRODUCTS_BESIDE = 1.25, 1.12
+CONTENTION, PRODUCTS_BESIDE = 1.25, 1.12
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 25e-12
 PART_OF_VECTOR = 1.4
 #: Rows from which a weight has such products; least rows of such a product, if there are as many; most elements of its
 #: columns, which are read again for every few rows.
-SEVERAL_ROWS, LEAST_ROWS, READ_AGAIN = 2, 8, 1 << 17
+SEVERAL_ROWS, MIN_ROWS, READ_AGAIN = 2, 8, 1 << 17
 #: Slowdown of a small product whose columns start anywhere: many loads read two cache lines.
 ANYWHERE = 1.5
 #: Slowdown of a small product that reads both operands along the reduction; elements of the longer one that stay in the
@@ -154,7 +154,7 @@ def width(dtype: str) -> float:
     return ITEMSIZE[accumulator(dtype)] / 4
 
 
-def shared(work: float, calls: float, parts: int, threads: int, beside: float = BESIDE_OTHERS) -> float:
+def shared(work: float, calls: float, parts: int, threads: int, beside: float = CONTENTION) -> float:
     """Estimated time of work in equal parts on threads, and of calls, which one thread at a time begins or ends."""
     if threads <= 1 or not parts:
         return work + calls * CALL
@@ -200,7 +200,7 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
     if rows == 1 and columns * reduction < VECTOR:
         return PRODUCT + reduction * columns * scale * BY_VECTOR
     per_column = reduction * scale * MULTIPLY_ADD
-    is_packed = rows >= LEAST_ROWS and is_complex_product(problem)
+    is_packed = rows >= MIN_ROWS and is_complex_product(problem)
     if not is_packed and rows * reduction * columns * wide <= SMALL_PRODUCT:
         return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
     whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
@@ -230,7 +230,7 @@ def parts_of_product(
         return None
     vector = round(VECTOR_ELEMENTS / width(dtype))
     steps = TURNED_STEPS if turned else STEPS
-    most_columns = int(min(READ_AGAIN / width(dtype), SMALL_PRODUCT / min(rows, LEAST_ROWS))) // reduction
+    most_columns = int(min(READ_AGAIN / width(dtype), SMALL_PRODUCT / min(rows, MIN_ROWS))) // reduction
     best: Parts | None = None
     for length in {columns, *(ceil(columns / n) * n for n in (vector, 4 * vector) if may_be_longer)}:
         copies = added(rows * columns, dtype, columns) if length > columns else 0.0
@@ -251,7 +251,7 @@ def parts_of_product(
 
 def product_of_few(rows: int, reduction: int, columns: int, dtype: str) -> float:
     """Lower bound for a product of fewer rows than parts have: each step of the reduction has whole vectors."""
-    if dtype not in ("float32", "float64") or rows >= LEAST_ROWS:
+    if dtype not in ("float32", "float64") or rows >= MIN_ROWS:
         return 0.0
     return reduction * _step(rows, _in_vectors(columns, round(VECTOR_ELEMENTS / width(dtype))), STEPS)
 
@@ -392,7 +392,7 @@ def exchanged(elements: float) -> float:
 # --- Winograd's transforms ------------------------------------------------------------------------------------
 
 #: Elements of a tile along an axis of more than one tap, and the most taps of windows in it.
-TILE, MOST_TAPS = 6, 5
+TILE, MAX_TAPS = 6, 5
 #: Seconds to transform an element of a tile, and overhead of a contiguous row, in elements.
 TRANSFORM, SHORT_ROW = 150e-12, 32
 #: Seconds to transform a kernel, for each product; and to arrange it before, for each tap.
@@ -495,10 +495,10 @@ def apart(elements: float, problem: ProductsProblem) -> float:
 # --- lower bounds ---------------------------------------------------------------------------------------------
 
 
-def _at_the_least(work: float, calls: float, problem: ProductsProblem) -> float:
+def _lower_bound(work: float, calls: float, problem: ProductsProblem) -> float:
     """Time of work and calls on all threads, or on one, whichever is less."""
     threads = problem.host.threads
-    alone = work if threads == 1 else min(work, BESIDE_OTHERS * work / threads + WAKE)
+    alone = work if threads == 1 else min(work, CONTENTION * work / threads + WAKE)
     return alone + calls * CALL
 
 
@@ -512,7 +512,7 @@ def least_winograd(problem: ProductsProblem) -> float:
     work += transformed(elements * outputs, (inf, inf, inf), (*geometry.kernel[:2], 1))  # and a product to rows
     if not problem.weight_is_constant:
         work += transformed_weight(geometry.out_channels * geometry.group_channels, products, geometry.taps)
-    return _at_the_least(work, winograd_calls(geometry), problem)
+    return _lower_bound(work, winograd_calls(geometry), problem)
 
 
 def least_fft(problem: ProductsProblem) -> float:
@@ -523,7 +523,7 @@ def least_fft(problem: ProductsProblem) -> float:
     kernels = pairs * prod(max(SHORTEST, span) for span, taps in zip(geometry.span, geometry.kernel) if taps > 1)
     work = fourier(geometry.batch * images + kernels, 4, problem, inf)
     work += geometry.batch * geometry.pixels / 2 * pairs * min(MATRIX_MULTIPLY, COMPLEX_PRODUCT) * slowness(problem)
-    return _at_the_least(work, FFT_CALLS, problem)
+    return _lower_bound(work, FFT_CALLS, problem)
 
 
 def least_direct(problem: ProductsProblem) -> float:
@@ -532,7 +532,7 @@ def least_direct(problem: ProductsProblem) -> float:
     pixels = geometry.batch * geometry.pixels
     work = pixels * geometry.out_channels * (geometry.reduction * MULTIPLY_ADD * multiply_adds(problem) + 2 * ADD)
     work += copied(pixels * geometry.in_channels * geometry.taps, geometry.out_size[2], problem.x_dtype)
-    return _at_the_least(work, 10, problem)
+    return _lower_bound(work, 10, problem)
 
 
 # --- depthwise: elements times scalars ------------------------------------------------------------------------
@@ -565,4 +565,4 @@ def least_scattered(problem: ProductsProblem) -> float:
     """Lower bound for products that are added: one addition for every tap, in calls for each tap or each pixel."""
     geometry = problem.geometry
     elements = geometry.batch * geometry.in_channels * geometry.pixels * geometry.taps
-    return _at_the_least(added(elements, problem.dtype), 2 * min(geometry.taps, geometry.pixels), problem)
+    return _lower_bound(added(elements, problem.dtype), 2 * min(geometry.taps, geometry.pixels), problem)

@@ -13,7 +13,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, box_bytes, sums_per_pixel, taps_at_a_time
 from cupyconv.numpy.gemm import product, with_parts
-from cupyconv.numpy.windows import KEPT_REGIONS, Block
+from cupyconv.numpy.windows import CACHED_REGIONS, Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
@@ -64,7 +64,7 @@ class TapByTap(ConvLoop):
         if self.taps > 1:
             return self.turns * 30
         places = prod(-(-extent // part) for extent, part in zip(self.geometry.out_size, self.block[1:]))
-        return self.turns * (7 + cost.REGION_CALLS * (places > KEPT_REGIONS))
+        return self.turns * (7 + cost.REGION_CALLS * (places > CACHED_REGIONS))
 
     @property
     def workspace(self) -> int:

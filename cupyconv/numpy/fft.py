@@ -41,7 +41,7 @@ from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import (
     BLOCK,
-    MOST_PRODUCTS,
+    MAX_PRODUCTS,
     Tile,
     block_extents,
     dilated,
@@ -162,7 +162,7 @@ class Fft(ConvLoop):
         best = min((cut for cut in cuts if isinstance(cut, Cut)), key=attrgetter("seconds"), default=None)
         if best is None:
             needed = min(cut for cut in cuts if isinstance(cut, int))
-            raise problem.no_room(SMALLEST, needed, limit)
+            raise problem.does_not_fit(SMALLEST, needed, limit)
         first: Any = best.first
         loop: Any = first if best.shares == 1 else FftShares(problem, first.block, first=first, count=best.shares)
         return [loop], {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
@@ -173,7 +173,7 @@ class Fft(ConvLoop):
         return ({"block": (1, *extents)} for extents in block_extents(geometry))
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         return 0  # only the workspace limit bounds spectra
 
     # Memory and cost of a block.
@@ -261,7 +261,7 @@ class Fft(ConvLoop):
     @cached_property
     def computes_again(self) -> bool:
         """Whether a block that is not finite is recomputed from its windows."""
-        return prod(self.block) * self.geometry.out_channels * self.geometry.reduction <= MOST_PRODUCTS
+        return prod(self.block) * self.geometry.out_channels * self.geometry.reduction <= MAX_PRODUCTS
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))

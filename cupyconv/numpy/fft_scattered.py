@@ -28,7 +28,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import even_channels
 from cupyconv.numpy.fft import multiply
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun
-from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
+from cupyconv.numpy.spectra import BLOCK, MAX_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import parts_of, tap_regions, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
@@ -112,7 +112,7 @@ class ScatteredFft(ScatteredLoop):
         limit = problem.limit_with(weight)
         loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
         if isinstance(loop, int):
-            raise problem.no_room(SMALLEST, loop, limit)
+            raise problem.does_not_fit(SMALLEST, loop, limit)
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
     # Memory and cost of a block.
@@ -180,7 +180,7 @@ class ScatteredFft(ScatteredLoop):
     def computes_again(self) -> bool:
         """Whether a run that is not finite is recomputed tap by tap."""
         products = prod(self.block) * self.channels * self.geometry.group_outputs * self.geometry.taps
-        return products <= MOST_PRODUCTS
+        return products <= MAX_PRODUCTS
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))

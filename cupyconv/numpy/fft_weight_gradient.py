@@ -26,7 +26,7 @@ from cupyconv.numpy.block_loops import largest_block
 from cupyconv.numpy.convolution import box_bytes, temporaries
 from cupyconv.numpy.spectra import (
     BLOCK,
-    MOST_PRODUCTS,
+    MAX_PRODUCTS,
     Tile,
     block_extents,
     every,
@@ -92,7 +92,7 @@ class GradientFft(WeightGradientLoop):
             return cls(problem, (1, 1, 1, 1))
         loop: Any = best_loop(problem, fixed, limit)
         if isinstance(loop, int):
-            raise problem.no_room(SMALLEST, loop, limit)
+            raise problem.does_not_fit(SMALLEST, loop, limit)
         return loop
 
     # Memory and cost of a block.
@@ -163,7 +163,7 @@ class GradientFft(WeightGradientLoop):
     def computes_again(self) -> bool:
         """Whether a block that is not finite is recomputed from its windows."""
         geometry = self.geometry
-        return prod(self.block) * geometry.out_channels * geometry.group_channels * prod(self.taps) <= MOST_PRODUCTS
+        return prod(self.block) * geometry.out_channels * geometry.group_channels * prod(self.taps) <= MAX_PRODUCTS
 
     def __str__(self) -> str:
         shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))

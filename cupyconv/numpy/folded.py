@@ -29,7 +29,7 @@ from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Size of the padded image relative to the image, up to which the borders are worth a few calls each.
-MOST_PADDED = 2
+MAX_PADDED = 2
 #: Floating-point operations that make another thread worth waking.
 THREAD_FLOPS = 100_000_000
 #: A part of the padded image: a range of elements along each axis.  Those of the image begin at 0.
@@ -118,7 +118,7 @@ def plan_folded(problem: TransposedProblem) -> Plan:
     geometry = problem.geometry
     sizes = list(zip(geometry.before, geometry.size, geometry.after))
     padded = prod(map(sum, sizes))
-    if padded > MOST_PADDED * prod(geometry.size) or any(max(before, after) >= size for before, size, after in sizes):
+    if padded > MAX_PADDED * prod(geometry.size) or any(max(before, after) >= size for before, size, after in sizes):
         raise NotApplicable("the borders are as large as the image")
     if problem.dtype != accumulator(problem.dtype):
         raise NotApplicable("the sums would be rounded twice")

@@ -22,7 +22,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.choice import by_another
-from cupyconv.numpy.convolution import KEPT_MEMORY, ConvLoop, plan_conv, plan_like
+from cupyconv.numpy.convolution import CACHED_MEMORY, ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
@@ -31,7 +31,7 @@ from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, pha
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Most convolutions that a result may be split into to be gathered: stride 4 along two axes.
-MOST_PARTS = 16
+MAX_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     geometry = problem.geometry
     phases = phases_of(geometry)
     check_gathers(problem)
-    if len(phases) > MOST_PARTS:
+    if len(phases) > MAX_PARTS:
         raise NotApplicable("it needs too many convolutions")
     if not phases or not problem.outs:
         raise NotApplicable("the result is empty")
@@ -225,9 +225,9 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
     # All parts together cache no more than one convolution may: with more, each call would be planned again.
-    kept = sum(step.convolution.kept_memory for step in steps if isinstance(step, GatheredLoop))
+    kept = sum(step.convolution.cached_memory for step in steps if isinstance(step, GatheredLoop))
     blocks = max(plan.workspace_bytes for plan in plans)
-    if kept <= min(KEPT_MEMORY, max(blocks, problem.limit_with(weight) - weight)):
+    if kept <= min(CACHED_MEMORY, max(blocks, problem.limit_with(weight) - weight)):
         steps = [replace(step, keeps=True) if isinstance(step, GatheredLoop) else step for step in steps]
         blocks = max(blocks, kept)
     of = " (largest convolution)" * (len(plans) > 1)

@@ -21,7 +21,7 @@ from cupyconv.numpy.backend import lines_apart
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
-    KEPT_MEMORY,
+    CACHED_MEMORY,
     LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
@@ -102,7 +102,7 @@ class Product(ConvLoop):
         return self.run if self.lone is None else self.lone.run
 
     @property
-    def kept_memory(self) -> int:
+    def cached_memory(self) -> int:
         return 0 if self.lone is None else self.lone.nbytes
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
@@ -114,7 +114,7 @@ class Product(ConvLoop):
         if not is_lone(self):
             return None
         lone = LoneProduct(self, is_view)
-        return lone if lone.nbytes <= KEPT_MEMORY else None  # None for large strides or many outputs
+        return lone if lone.nbytes <= CACHED_MEMORY else None  # None for large strides or many outputs
 
     @cached_property
     def products_work(self) -> float:
@@ -145,9 +145,9 @@ class Product(ConvLoop):
         """Estimated time of products that threads share; with few groups, each has some rows and packs all columns."""
         groups, (rows, reduction, columns) = self.geometry.groups, self._sizes
         if self.rows_on == 1 or groups >= self.rows_on or self.parts:
-            return self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)
+            return self.products_work / self.divided * (cost.CONTENTION if self.rows_on > 1 else 1)
         own = cost.product(-(-rows // self.rows_on), reduction, columns, self.problem)
-        return cost.BESIDE_OTHERS * self.blocks * groups * own
+        return cost.CONTENTION * self.blocks * groups * own
 
     def seconds_on(self, threads: int) -> float:
         return super().seconds_on(threads) + (cost.WAKE if self.rows_on > 1 else 0.0)
@@ -220,7 +220,7 @@ class Columns(Product):
 
     name = "columns"
     turn_calls = 8
-    beside_others = cost.PRODUCTS_BESIDE
+    contention = cost.PRODUCTS_BESIDE
     description = "columns (im2col) and matrix products"
 
     @classmethod
@@ -240,7 +240,7 @@ class Columns(Product):
         return self.block[0] == 1 and result_takes_sums(self.problem)
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
 
     @property

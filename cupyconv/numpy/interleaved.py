@@ -33,9 +33,9 @@ from cupyconv.problem.polyphase import AxisPhase, joint_phase, phase_problem, ph
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Most phases that may be outputs of one convolution: stride 4 along two axes.
-MOST_OUTPUTS = 16
+MAX_OUTPUTS = 16
 #: Most products, as a multiple of the products that are needed.
-MOST_ZEROS = 2.5
+MAX_ZEROS = 2.5
 #: Why the method "fft" does not compute phases as outputs of one convolution.
 NO_TRANSFORMS = "not supported with the phases as outputs of one convolution"
 
@@ -135,12 +135,12 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     if problem.method == "fft":
         raise NotApplicable(NO_TRANSFORMS)
     count = prod(map(min, geometry.stride, geometry.size))
-    if not 1 < count <= MOST_OUTPUTS or not problem.outs:
+    if not 1 < count <= MAX_OUTPUTS or not problem.outs:
         raise NotApplicable("it has one phase or too many")
     together = [joint_phase(*along) for along in zip(phases_along(geometry), geometry.out_size, geometry.stride)]
     joint, phases = tuple(axis for axis, _ in together), tuple(tuple(own) for _, own in together)
     taps = tuple(len(axis.taps) for axis in joint)
-    if prod(taps) * count > MOST_ZEROS * geometry.taps:
+    if prod(taps) * count > MAX_ZEROS * geometry.taps:
         raise NotApplicable("most products would be with zeros")
     # Bytes of the weights of all results.
     nbytes = geometry.in_channels * count * geometry.group_outputs * prod(taps) * problem.weight.itemsize

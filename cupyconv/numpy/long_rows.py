@@ -50,7 +50,7 @@ from cupyconv.problem.problems import ConvProblem
 #: Pixels from which a product is about as fast as with more: for one sample; for several, whose rows are copied faster.
 LONG_ROW = 100, 50
 #: Pixels below which a small product is too short, because the weight is too large.
-LEAST_ROW = 32
+MIN_ROW = 32
 #: Bytes that stay in cache together: columns of some groups, and all that is read and written with them.
 PART = 2 * CACHE_BLOCK
 
@@ -106,7 +106,7 @@ class LongRows(ConvLoop):
             and geometry.taps > 1
             and geometry.stride[2] == 1
             and is_whole
-            and _most_pixels(geometry) >= LEAST_ROW
+            and _most_pixels(geometry) >= MIN_ROW
         )
 
     @classmethod

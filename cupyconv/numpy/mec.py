@@ -16,7 +16,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
-from cupyconv.numpy.block_loops import SMALLEST_BLOCK
+from cupyconv.numpy.block_loops import MIN_BLOCK
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, copy_bytes, result_takes_sums, temporaries
 from cupyconv.numpy.windows import Block, BlockSize, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -165,7 +165,7 @@ class MecRows(ConvLoop):
     prepares_late = True
     description = "columns shared by {taps} taps, one matrix product per row"
     turn_calls = 10
-    beside_others = cost.PRODUCTS_BESIDE
+    contention = cost.PRODUCTS_BESIDE
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -301,8 +301,8 @@ class MecRows(ConvLoop):
                 if needed <= limit:
                     return loop
             if is_least:
-                raise problem.no_room("the smallest block", needed, limit)
-            if rows == 1 or (part > 1 and part * prod(inner) > SMALLEST_BLOCK):
+                raise problem.does_not_fit("the smallest block", needed, limit)
+            if rows == 1 or (part > 1 and part * prod(inner) > MIN_BLOCK):
                 count = min(extent, 2 * count)
             else:
                 rows = -(-rows // 2)
@@ -323,7 +323,7 @@ class MecRows(ConvLoop):
         return prod(tile_shape(self.geometry, self.geometry.in_channels, size)) * self.x_dtype.itemsize
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         return self.tile_bytes + self._products_bytes
 
     @property

@@ -33,7 +33,7 @@ from cupyconv.problem.passes import PoolingProblem
 BLOCK_BYTES = 2 << 20
 #: Slices along an axis, over all its blocks and taps, up to which they are computed in advance: more would take
 #: megabytes.
-_KEPT_SLICES = 4096
+_CACHED_SLICES = 4096
 #: Ratio of taps to windows along an axis from which one call per window is faster than one call per tap.
 MANY_TAPS = 32
 
@@ -123,7 +123,7 @@ class PoolingStep(NumpyStep):
         cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
         planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
         longest = max(map(len, cuts[2:])) * max(problem.windows.kernel)
-        few = longest <= _KEPT_SLICES
+        few = longest <= _CACHED_SLICES
         kept = [[self.part(axis, r) for r in cut] for axis, cut in enumerate(cuts[2:])] if few else []
 
         def each_part() -> Iterator[Sequence[Any]]:

@@ -28,7 +28,7 @@ from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentProblem
 NO_PERSISTENT = "not supported on NumPy; it keeps the recurrent weight in the multiprocessors of a GPU between steps"
 #: Most bytes of memory that a layer reuses from call to call.  To allocate it, touch it first and cut it into steps
 #: takes a tenth of the time of 100 steps of 128 units.
-KEPT_BYTES = 1 << 20
+CACHED_BYTES = 1 << 20
 #: Steps times samples, of which at most four count, from which folding takes less time than it saves.  One sample with
 #: a large input weight saves less: it needs one step per `FOLDED_ELEMENTS` elements of the weights, but
 #: `ALWAYS_FOLDED_FROM` steps are always enough.
@@ -40,7 +40,7 @@ JOINED_WEIGHT = 20_000
 JOINED_COLUMNS, MANY_SAMPLES = 256, 32
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which needs several
 #: objects.
-CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
+CHUNK_BYTES, MAX_STEPS = 2 << 20, 256
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
@@ -183,16 +183,16 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             threads = at_once // 2
         else:
             least = limit - left + per_step
-            raise problem.no_room("one step of one sample", least, limit)
+            raise problem.does_not_fit("one step of one sample", least, limit)
     in_cache = CHUNK_BYTES * at_once // (per_step or 1)
     if ahead:
         in_cache = min(in_cache, chunk_ahead(problem))
-    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, in_cache)))
+    chunk = even_part(geometry.steps, min(chunk, MAX_STEPS, max(1, in_cache)))
     sizes["inputs"] = chunk * per_step
     # Number of sequences: one per direction and part of the samples.
     every = geometry.directions * -(-geometry.batch // samples)
     own = sum(sizes.values()) - sizes["weights"]  # each call copies the weights again
-    keeps_memory = every * own <= at_once * min(KEPT_BYTES, problem.limit)
+    keeps_memory = every * own <= at_once * min(CACHED_BYTES, problem.limit)
     return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, ahead, keeps_memory), sizes
 
 

@@ -110,7 +110,7 @@ def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, 
             break
         if samples <= 1:
             least = limit - left + per_step
-            raise problem.no_room("one step of one sample", least, limit)
+            raise problem.does_not_fit("one step of one sample", least, limit)
         samples = even_part(geometry.batch, samples // 2)
     run_steps = even_part(geometry.steps, run_steps)
     sizes["run of steps"] = run_steps * per_step

@@ -24,7 +24,7 @@ from cupyconv.problem.recurrence import RecurrentProblem
 MULTIPLY_ADD, ELEMENT, STEP = 13.5e-12, 1.2e-9, 3e-6
 #: Seconds that a step takes longer while another thread computes steps of other samples; the fewest samples of a part,
 #: since fewer take as long; and the seconds to wake a thread and wait for it.
-BESIDE_STEPS, LEAST_SAMPLES, WAKE = 40e-6, 4, 500e-6
+BESIDE_STEPS, MIN_SAMPLES, WAKE = 40e-6, 4, 500e-6
 #: Factor by which steps take longer while another thread multiplies inputs ahead; seconds of a chunk of these inputs;
 #: and the number of chunks that memory holds.
 AHEAD, AHEAD_SECONDS, AHEAD_CHUNKS = 1.2, 200e-6, 4
@@ -41,7 +41,7 @@ def division(problem: RecurrentProblem, copies_x: bool) -> tuple[int, int]:
         return 1, 0
     steps, inputs = _seconds(problem)
     is_named = not problem.host.most
-    parts = threads if is_named else min(threads, geometry.directions * max(1, geometry.batch // LEAST_SAMPLES))
+    parts = threads if is_named else min(threads, geometry.directions * max(1, geometry.batch // MIN_SAMPLES))
     alone, apart = steps + inputs, (steps + inputs) / parts + geometry.steps * BESIDE_STEPS + WAKE
     least = apart if is_named else min(alone, apart)
     can_be_ahead = geometry.directions == 1 < geometry.batch and not copies_x and inputs >= AHEAD_CHUNKS * AHEAD_SECONDS
@@ -54,7 +54,7 @@ def _seconds(problem: RecurrentProblem) -> tuple[float, float]:
     """Estimated seconds of all steps on one thread, and of the products of their inputs."""
     geometry = problem.geometry
     rows = geometry.steps * geometry.directions * geometry.gates * geometry.hidden
-    product = rows * max(geometry.batch, LEAST_SAMPLES) * MULTIPLY_ADD * ITEMSIZE[accumulator(problem.dtype)] / 4
+    product = rows * max(geometry.batch, MIN_SAMPLES) * MULTIPLY_ADD * ITEMSIZE[accumulator(problem.dtype)] / 4
     steps = product * geometry.hidden + rows * geometry.batch * ELEMENT + geometry.steps * geometry.directions * STEP
     return steps, product * geometry.inputs
 

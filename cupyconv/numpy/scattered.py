@@ -31,7 +31,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.activations import activate
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels, even_channels
+from cupyconv.numpy.block_loops import MIN_BLOCK, BlockLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_is_factor
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import (
@@ -214,7 +214,7 @@ class ScatteredLoop(BlockLoop):
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
-        raise problem.no_room("the smallest block", least, limit)
+        raise problem.does_not_fit("the smallest block", least, limit)
 
     @classmethod
     def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:
@@ -230,7 +230,7 @@ class ScatteredLoop(BlockLoop):
             target = cls.target
             while target:
                 fitting = target // (per_pixel * max(1, geometry.pixels))
-                channels = max(fitting, min(cls.fewest_channels, target // (per_pixel * SMALLEST_BLOCK)), 1)
+                channels = max(fitting, min(cls.fewest_channels, target // (per_pixel * MIN_BLOCK)), 1)
                 samples = fitting // max(1, geometry.in_channels) if geometry.pixels < LONE_PIXELS else 1
                 samples = even_part(geometry.batch, min(samples, geometry.batch // machine.threads))
                 if -(-geometry.batch // samples) < machine.threads:  # too few samples for all threads

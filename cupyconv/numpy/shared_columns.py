@@ -25,13 +25,13 @@ from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
 #: Rows of columns from which taps share them.  With fewer rows, the products of one tap would be thin.  With groups
 #: they are thin anyway, and writing columns takes longer.
-LEAST_SHARED = 32
+MIN_SHARED = 32
 
 
 def taps_share(geometry: ConvGeometry, item: int) -> bool:
     """Whether taps along the kernel's outermost axis can share columns, and products of one tap are worthwhile."""
     taps = geometry.kernel[geometry.outermost]
-    enough = geometry.groups > 1 or geometry.reduction >= LEAST_SHARED * taps
+    enough = geometry.groups > 1 or geometry.reduction >= MIN_SHARED * taps
     return taps > 1 and enough and _columns_leave_cache(geometry, item)
 
 

@@ -60,7 +60,7 @@ class Shifts(ConvLoop):
 
     name = "shifted columns"
     description = "columns copied as shifts of the image, and matrix products"
-    beside_others = cost.PRODUCTS_BESIDE
+    contention = cost.PRODUCTS_BESIDE
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -127,7 +127,7 @@ class Shifts(ConvLoop):
             loop = cls(problem, (1, 1, 1, width))
             needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
             if needed > limit:
-                raise problem.no_room("a row", needed, limit)
+                raise problem.does_not_fit("a row", needed, limit)
         return loop
 
     @cached_property
@@ -158,7 +158,7 @@ class Shifts(ConvLoop):
         return image + self._columns_bytes + ceil(self.sums_bytes / max(1, self.geometry.groups))
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         return self.part * self._image_elements(self.geometry.group_channels, self.block) * self.x_dtype.itemsize
 
     @property

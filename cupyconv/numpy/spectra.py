@@ -36,7 +36,7 @@ SMALL_SPECTRA = 8
 #: Most kernel parts along an axis for which the tiles that are only padding are counted.
 COUNTED = 1024
 #: Most multiply-adds of a block that is recomputed if it is not finite: these take a few seconds.
-MOST_PRODUCTS = 1 << 34
+MAX_PRODUCTS = 1 << 34
 
 # --- cutting --------------------------------------------------------------------------------------------------
 

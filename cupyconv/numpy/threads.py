@@ -38,7 +38,7 @@ _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
 
 #: Largest number of workers, however many threads are requested: more workers than cores only take turns.
-_MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
+_MAX_WORKERS = max(32, 2 * (os.cpu_count() or 1))
 
 # --- parts ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class _Pool:
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
         """Let up to `workers` workers help with a job."""
         elsewhere = _other_processors()
-        for _ in range(min(workers, _MOST_WORKERS)):
+        for _ in range(min(workers, _MAX_WORKERS)):
             worker = self._given_to(job)
             if worker is None:
                 return
@@ -196,7 +196,7 @@ class _Pool:
         with self._lock:
             worker = next((worker for worker in self._workers if worker.is_free), None)
             if worker is None:
-                if len(self._workers) >= _MOST_WORKERS:
+                if len(self._workers) >= _MAX_WORKERS:
                     return None
                 worker = _Worker()
                 self._workers.append(worker)
@@ -318,9 +318,9 @@ class Blas:
             return work()
         finally:
             try:
-                self._let_go(holder)
+                self._evict(holder)
             except BaseException:
-                self._let_go(holder)
+                self._evict(holder)
                 raise
 
     def _hold(self, holder: object) -> None:
@@ -331,7 +331,7 @@ class Blas:
                 self._before = self._before or numbers
                 self._set([1] * len(numbers))
 
-    def _let_go(self, holder: object) -> None:
+    def _evict(self, holder: object) -> None:
         with self._lock:
             self._holders.discard(holder)
             if not self._holders:

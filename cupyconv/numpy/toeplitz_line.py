@@ -36,7 +36,7 @@ PART = 1 << 17
 #: Most outputs of one product, so that its operands and its result stay in the innermost cache.
 INNERMOST = 1 << 14
 #: Number of parts up to which they are planned once for all calls.  If there are more, each call plans them as it goes.
-KEPT_PARTS = 256
+CACHED_PARTS = 256
 #: Most taps for which NumPy's `correlate` has a specialized loop.
 CORRELATED_TAPS = 11
 #: Multiply-adds up to which a whole part is correlated, for few and many taps, and up to which its last outputs are.
@@ -197,7 +197,7 @@ class ToeplitzLine(ToeplitzRuns):
         return Correlated(slice(low - first, high - first), inside, before, after)
 
     @property
-    def kept_memory(self) -> int:
+    def cached_memory(self) -> int:
         return super().workspace  # at least the bytes of the matrix
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
@@ -211,7 +211,7 @@ class LineRun:
         self._loop, self._x, self._dtype = loop, loop.problem.xs[0].name, loop.x_dtype
         self._threads, self._activate = loop.threads, loop.activate
         self._numbers = range(loop.blocks)
-        self._parts = [loop.part_of_line(number) for number in self._numbers] if loop.blocks <= KEPT_PARTS else []
+        self._parts = [loop.part_of_line(number) for number in self._numbers] if loop.blocks <= CACHED_PARTS else []
         self._in_place = loop.in_place
         self._taps, self._length = loop.geometry.kernel[2], loop.outputs
         self._has_products = not self._parts or any(part.products for part in self._parts)

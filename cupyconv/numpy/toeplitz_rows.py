@@ -35,7 +35,7 @@ from cupyconv.problem.geometry import Triple, even_part
 from cupyconv.problem.problems import ConvProblem
 
 #: Most rows of outputs that one product computes.
-MOST_ROWS = 32
+MAX_ROWS = 32
 #: Bytes of products that are added while in cache.  With fewer, calls are so short that threads wait for each other.
 ROWS_BLOCK = 4 * MEMORY_BLOCK
 #: Seconds of work that make another thread worth waking: calls are few, and their views already exist.
@@ -43,7 +43,7 @@ SHARE = 250e-6
 #: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
 #: Fewest neighbouring pixels that are worth a product of their own.
-LEAST_WIDTH = 64
+MIN_WIDTH = 64
 #: Seconds to begin a product, and a run of sums; seconds per element that is added, per matrix element, and per zero.
 BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 8e-9, 150e-12, 300e-12, 2.2e-9
 #: Scratch buffers of a turn.  The last two are used only if products are added, and "sums" only if not in the result.
@@ -149,7 +149,7 @@ class ToeplitzRows(ToeplitzLoop):
         is_matrix = x.strides[4] in (0, 1) and (row >= geometry.size[2] or geometry.size[self.axis] == 1)
         last = self._last(self.block[3])
         reaches = min(geometry.size[2], last + geometry.span[2] - geometry.before[2]) > last
-        return is_matrix and reaches and row * reach(geometry, self.axis, MOST_ROWS) < BLAS_REACH
+        return is_matrix and reaches and row * reach(geometry, self.axis, MAX_ROWS) < BLAS_REACH
 
     def _last(self, pixels: int) -> int:
         """Return the index, in the rows that are added, of the last of `pixels` outputs."""
@@ -159,7 +159,7 @@ class ToeplitzRows(ToeplitzLoop):
     def rows(self) -> int:
         """Rows of outputs per product."""
         samples, extent = self.block[0] * self.block[2 - self.axis], self.block[1 + self.axis]
-        most = min(extent, MOST_ROWS)
+        most = min(extent, MAX_ROWS)
         return min(range(1, most + 1), key=lambda rows: self._seconds_of(rows, samples, extent), default=1)
 
     @cached_property
@@ -255,10 +255,10 @@ class ToeplitzRows(ToeplitzLoop):
 
     @property
     def workspace(self) -> int:
-        return self.beside_bytes + self.several * self._products_bytes
+        return self.extra_bytes + self.several * self._products_bytes
 
     @property
-    def beside_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         return super().workspace
 
     # Sums
@@ -435,7 +435,7 @@ class ToeplitzRows(ToeplitzLoop):
     def _columns(self) -> int:
         """Most columns of one product, so that it stays a small one."""
         most = cost.SAFELY_SMALL // (self.taps[2] * self.geometry.group_outputs * self.rows * self.tall)
-        return max(LEAST_WIDTH, most)
+        return max(MIN_WIDTH, most)
 
     def _borders(self, by_line: np.ndarray, before: int, pixels: int) -> Iterator[np.ndarray]:
         """Yield the elements that must be zero, so that a tap's run may pass from one row to the next."""

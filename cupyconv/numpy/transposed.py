@@ -16,7 +16,7 @@ from cupyconv.numpy.choice import FFT, Method, choose
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, Zeros, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.numpy.windows import KEPT_REGIONS, tap_regions
+from cupyconv.numpy.windows import CACHED_REGIONS, tap_regions
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry, tap_boxes
 from cupyconv.problem.plan import Plan
@@ -221,8 +221,8 @@ class ScatteredTaps(ScatteredLoop):
 
     @property
     def calls(self) -> float:
-        unkept = self.turns > KEPT_REGIONS * self.blocks  # each product's taps have regions of their own
-        return super().calls + 2 * cost.REGION_CALLS * self.turns * unkept
+        uncached = self.turns > CACHED_REGIONS * self.blocks  # each product's taps have regions of their own
+        return super().calls + 2 * cost.REGION_CALLS * self.turns * uncached
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block

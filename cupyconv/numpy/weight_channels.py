@@ -74,7 +74,7 @@ class GradientChannels(PixelLoop):
                 sizes = {"grad": loop.copied_bytes, "blocks": loop.threads * loop.workspace}
                 return [loop] if problem.out.nbytes else [], sizes
             least = min(least or needed, needed)
-        raise problem.no_room("the smallest block", least, problem.limit)
+        raise problem.does_not_fit("the smallest block", least, problem.limit)
 
     @classmethod
     def _to_try(cls, problem: WeightGradientProblem) -> Iterator[Self]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch, kept_scratch
+from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
 from cupyconv.numpy.weight_sums import DepthwiseGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, Phase, parts_of, phase_reach, whole_and_rest
@@ -46,7 +46,7 @@ class GradientRuns(DepthwiseGradientLoop):
     name = "multiplied runs"
     description = "each tap's contiguous elements times the gradient"
     turn_calls = 18
-    beside_others = 1.5  # with few channels the sums are so few that NumPy does not release the GIL
+    contention = 1.5  # with few channels the sums are so few that NumPy does not release the GIL
     fresh_work = 0.0  # memory is reused from call to call
 
     # Sizes
@@ -117,7 +117,7 @@ class GradientRuns(DepthwiseGradientLoop):
 
     @property
     def product_memory(self) -> Scratch:
-        return kept_scratch(self._dtype)
+        return cached_scratch(self._dtype)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry, phases = self.geometry, block.phases

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch, kept_scratch
+from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.convolution import MEMORY_BLOCK, PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.shared_columns import is_in_order
@@ -42,7 +42,7 @@ _MANY_OUTPUTS = 128
 
 #: Most and fewest pixels of a run, and the most elements of a product that is computed in runs of pixels.  BLAS does
 #: not pack the operands of such a run.
-RUN, LEAST_RUN, FEW_ELEMENTS = 1024, 128, 960
+RUN, MIN_RUN, FEW_ELEMENTS = 1024, 128, 960
 #: Elements of a result up to which NumPy holds the GIL during a product.
 HELD = 500
 
@@ -51,7 +51,7 @@ HELD = 500
 CHANNELS_BLOCK = 4 * MEMORY_BLOCK
 
 #: Most bytes of scratch memory of a run that are reused from call to call.
-KEPT_BLOCKS = BUDGET // 4
+CACHED_BLOCKS = BUDGET // 4
 
 #: Gradients (groups, rows, pixels), or real and imaginary parts of one, each with the sums of its products.
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -207,7 +207,7 @@ class WeightGradientLoop(PixelLoop):
     def runs_bytes(self) -> int:
         """Most bytes of products of runs of pixels, and of their sum; only `add_product` computes these."""
         pixels, outputs = prod(self.block), self.rows or self.geometry.group_outputs
-        if pixels < 2 * LEAST_RUN or outputs > FEW_ELEMENTS:
+        if pixels < 2 * MIN_RUN or outputs > FEW_ELEMENTS:
             return 0
         return self.geometry.groups * max(pixels + FEW_ELEMENTS, 4 * FEW_ELEMENTS) * self.sums_dtype.itemsize
 
@@ -259,8 +259,8 @@ def memory_of_run(dtype: np.dtype, nbytes: int, rounds: int) -> Scratch:
     of several dtypes and implementations could fill the budget.  So they leave a part of it to others, and then keep
     their memory for one call only.
     """
-    is_kept = nbytes <= KEPT_BLOCKS and spent() + nbytes <= BUDGET - KEPT_BLOCKS
-    return kept_scratch(dtype) if is_kept else Scratch(dtype, rounds)
+    is_kept = nbytes <= CACHED_BLOCKS and spent() + nbytes <= BUDGET - CACHED_BLOCKS
+    return cached_scratch(dtype) if is_kept else Scratch(dtype, rounds)
 
 
 def blas_divides(problem: WeightGradientProblem) -> bool:
@@ -413,7 +413,7 @@ def pixels_of_run(outputs: int, columns: int, pixels: int) -> int:
     if not 0 < elements <= FEW_ELEMENTS:
         return 0
     run = min(RUN, pixels // (1 + HELD // elements))
-    return run if run >= LEAST_RUN and pixels >= 2 * run else 0
+    return run if run >= MIN_RUN and pixels >= 2 * run else 0
 
 
 def _parts(x: np.ndarray) -> list[np.ndarray]:

@@ -48,19 +48,19 @@ BlockSize = tuple[int, int, int, int]
 
 #: Largest number of blocks of a loop that are cached between runs, a few kilobytes each.  Python needs tens of
 #: microseconds to make a block, in which no other thread can start its next product.
-_KEPT_BLOCKS = 128
+_CACHED_BLOCKS = 128
 #: Largest number of taps whose regions are cached.  Computing them dominates the time of a small convolution.  A large
 #: one is not bound by it, and its regions would need megabytes.
-_KEPT_TAPS = 64
+_CACHED_TAPS = 64
 #: Largest index arrays, in bytes, that are cached: half of the largest entry; the rest is for the objects that hold
 #: them.
-_KEPT_INDICES = LARGEST // 2
+_CACHED_INDICES = LARGEST // 2
 #: Index arrays that exist at once for a border (elements read, and temporaries to compute them), and bytes of an index.
 INDEX_ARRAYS, INDEX_BYTES = 4, 8
 #: Distance in bytes of addresses that map to the same set of the L1 cache, and cache lines per set.
 PLACES, LINES_OF_A_PLACE = 4096, 8
 #: Number of blocks whose regions are cached.  A loop over more blocks computes them again for each block.
-KEPT_REGIONS = 256
+CACHED_REGIONS = 256
 #: Upper bounds in bytes, for regions that are slices: of a block's key, with all that a geometry computes later; of a
 #: region.
 _KEY_BYTES, _REGION_BYTES = 3072, 1024
@@ -134,13 +134,13 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
     Regions are cached between calls, because computing them dominates the time of a small convolution.  Large kernels
     and wide borders have regions of megabytes.  These are not cached: they exist for one tap at a time.
     """
-    if windows.taps > _KEPT_TAPS:
+    if windows.taps > _CACHED_TAPS:
         return _EachTap(windows, block)
     key = windows, block
     regions = _TAP_REGIONS.get(key)
     if regions is None:
         through_index = 0 if windows.padding_mode == "constant" else sum(read_through_index(windows, map(len, block)))
-        if windows.taps * through_index * INDEX_BYTES > _KEPT_INDICES:
+        if windows.taps * through_index * INDEX_BYTES > _CACHED_INDICES:
             return _EachTap(windows, block)
         regions = tuple(_EachTap(windows, block))
         _TAP_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
@@ -158,7 +158,7 @@ def _most_bytes(windows: Windows, regions: int) -> int | None:
     return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
-_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(KEPT_REGIONS)
+_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(CACHED_REGIONS)
 
 
 class _EachTap:
@@ -204,7 +204,7 @@ def phase_regions(windows: Windows, block: tuple[range, ...], bare: bool = False
     return phases
 
 
-_PHASES: Cache[tuple[Phase, ...]] = Cache(KEPT_REGIONS)
+_PHASES: Cache[tuple[Phase, ...]] = Cache(CACHED_REGIONS)
 
 
 def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
@@ -499,7 +499,7 @@ class Blocks:
         self._geometry, self._itemsize = geometry, itemsize  # `itemsize` is that of the elements read
         self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
         self._groups: list[slice | None] = list(parts_of(geometry.groups, part)) if part else [None]
-        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS
+        few = len(self._groups) * prod(map(len, self._axes)) <= _CACHED_BLOCKS
         self._kept = tuple(self._cut()) if few else None
 
     def __iter__(self) -> Iterator[Block]:

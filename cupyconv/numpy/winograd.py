@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch, kept_scratch
+from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.block_loops import PixelLoop, largest_block
 from cupyconv.numpy.choice import winograd_refusal
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
@@ -69,7 +69,7 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable
 BLOCK = 4 << 20
 #: Bytes up to which a transformed weight is reused for a whole run.  A larger one is transformed again for every block,
 #: in parts that stay in cache, and the memory that this saves goes to larger blocks.
-KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = (4 << 20, 8 << 20, 512 << 10, 32)
+CACHED_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, MIN_OUTPUTS = (4 << 20, 8 << 20, 512 << 10, 32)
 #: Elements of a transformed weight that are worth another thread.
 WEIGHT_PART = 1 << 18
 #: Kernels that one product transforms.  If BLAS has code for small products, it does not copy the factor then.
@@ -80,7 +80,7 @@ WEIGHT_ROWS = 1024
 
 #: Memory that is cached between calls, at most the bytes of a block: the first touch of a page takes longer than all
 #: that is done with it here.
-MEMORY = kept_scratch(FLOAT32)
+MEMORY = cached_scratch(FLOAT32)
 
 
 class TiledLoop(PixelLoop):
@@ -122,7 +122,7 @@ class TiledLoop(PixelLoop):
             if needed <= limit:
                 return loop
             if most == 1:
-                raise problem.no_room("the smallest block", needed, limit)
+                raise problem.does_not_fit("the smallest block", needed, limit)
             room = max(0, limit - fixed)
             most = max(1, min(most - 1, most * room // (needed - fixed)))
 
@@ -253,8 +253,8 @@ class Winograd(TiledLoop, ConvLoop):
         return factor_bytes(geometry) + by_tap if keeps_weight(geometry) else 0
 
     @property
-    def kept_bytes(self) -> int:
-        return factor_bytes(self.geometry) if super().kept_bytes else 0
+    def cached_bytes(self) -> int:
+        return factor_bytes(self.geometry) if super().cached_bytes else 0
 
     @property
     def work(self) -> float:
@@ -289,13 +289,13 @@ class Winograd(TiledLoop, ConvLoop):
             self.geometry.group_channels,
             self.geometry.group_outputs,
         )
-        if self.kept_bytes:
+        if self.cached_bytes:
             factors = np.empty(shape, FLOAT32)
         else:
             factors = self.memory.array("factors", shape)
         threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
         weights = Weights(weight, partial(self._transformed, weight, factors, threads))
-        if self.kept_bytes or threads > 1:
+        if self.cached_bytes or threads > 1:
             weights.transformed()
         return weights
 
@@ -400,7 +400,7 @@ class Winograd(TiledLoop, ConvLoop):
 
 def keeps_weight(geometry: ConvGeometry) -> bool:
     """Whether the weight is transformed once for all blocks."""
-    return factor_bytes(geometry) <= KEPT_WEIGHT
+    return factor_bytes(geometry) <= CACHED_WEIGHT
 
 
 def factor_bytes(geometry: ConvGeometry) -> int:
@@ -411,7 +411,7 @@ def factor_bytes(geometry: ConvGeometry) -> int:
 def outputs_at_once(geometry: ConvGeometry) -> int:
     """Return how many outputs have their kernels transformed at a time, if the transformed weight is not reused."""
     part = WEIGHT_CACHE // (geometry.group_channels * geometry.taps * FLOAT32.itemsize)
-    return even_part(geometry.group_outputs, max(FEWEST_OUTPUTS, part))
+    return even_part(geometry.group_outputs, max(MIN_OUTPUTS, part))
 
 
 def products_at_once(geometry: ConvGeometry) -> int:

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 ValueT = TypeVar("ValueT")
 
 #: Maximum number of cached forms per array.  No form is evicted, because another stream or a CUDA graph may read it.
-MOST_FORMS = 16
+MAX_FORMS = 16
 #: Maximum bytes of everything together, and of one entry.
 BUDGET = 64 << 20
 LARGEST = BUDGET // 16
@@ -74,11 +74,11 @@ class Cache(Generic[ValueT]):
         if nbytes > LARGEST:
             return
         with _lock:
-            self._let_go(key)
-            _make_room(nbytes)
+            self._evict(key)
+            _evict_for(nbytes)
             if len(self._entries) >= self.most:  # evict several: finding the oldest costs as much as finding some
                 for _, known in sorted(self._uses())[: 1 + self.most // 8]:
-                    self._let_go(known)
+                    self._evict(known)
             entry = _Entry(value, nbytes)
             # A call that runs in the middle of this one, such as a finalizer, may have cached the same key.
             if self._entries.setdefault(key, entry) is entry:
@@ -88,7 +88,7 @@ class Cache(Generic[ValueT]):
         """Release all entries."""
         with _lock:
             for key in list(self._entries):
-                self._let_go(key)
+                self._evict(key)
 
     def oldest(self) -> Iterator[tuple[int, Hashable]]:
         """Yield the time and key of the least recently used entry; nothing if the cache is empty."""
@@ -102,7 +102,7 @@ class Cache(Generic[ValueT]):
         """
         return [(entry.last_use, key) for key, entry in list(self._entries.items())]
 
-    def _let_go(self, key: Hashable) -> None:
+    def _evict(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             _spend(-entry.nbytes)
@@ -129,7 +129,7 @@ class Forms:
     def keep(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT | None:
         """Return a form and make it if needed, in one thread while others wait; None if there are too many forms."""
         with self._lock:
-            if key not in self._made and len(self._made) < MOST_FORMS:
+            if key not in self._made and len(self._made) < MAX_FORMS:
                 self._made[key] = make()
             return self._made.get(key)
 
@@ -163,7 +163,7 @@ def reserve(nbytes: int) -> bool:
     """
     global _reserved
     with _lock:
-        if _reserved + nbytes > BUDGET - LARGEST or not _make_room(nbytes):
+        if _reserved + nbytes > BUDGET - LARGEST or not _evict_for(nbytes):
             return False
         _reserved += nbytes
         _spend(nbytes)
@@ -222,7 +222,7 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
     return nbytes
 
 
-def _make_room(nbytes: int) -> bool:
+def _evict_for(nbytes: int) -> bool:
     """Evict least recently used entries until `nbytes` are available; return whether they are."""
     while _spent + nbytes > BUDGET:
         oldest = min(
@@ -231,7 +231,7 @@ def _make_room(nbytes: int) -> bool:
         if oldest is None:
             return False
         _, key, cache = oldest
-        cache._let_go(key)
+        cache._evict(key)
     return True
 
 

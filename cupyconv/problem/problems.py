@@ -132,7 +132,7 @@ class Problem:
         """
         return max(self.limit, min(self.limit, weights) + weights)
 
-    def no_room(self, what: str, needed: int, room: int) -> NotApplicable:
+    def does_not_fit(self, what: str, needed: int, room: int) -> NotApplicable:
         """The refusal of `what`, which needs `needed` bytes but has only `room`.
 
         The message counts the bytes relative to the caller's limit, without the bytes that `limit_with` added to it.

@@ -18,7 +18,7 @@ ERRORS = "rounding errors are relative to the largest elements of a tile"
 #: The smallest unit that must fit the workspace limit.
 SMALLEST = "the smallest tile with its spectra"
 #: Maximum number of shares of groups or output channels that are computed one after the other.
-MOST_SHARES = 64
+MAX_SHARES = 64
 #: Problems that may be computed in shares.
 Shared = ConvProblem | WeightGradientProblem
 SharedT = TypeVar("SharedT", bound=Shared)
@@ -31,7 +31,7 @@ _CUT: dict[type, tuple[str, tuple[str, ...]]] = {
 Cut = tuple[tuple[str, int, int], ...]
 
 
-def no_room(limit: int) -> NotApplicable:
+def does_not_fit(limit: int) -> NotApplicable:
     return NotApplicable(f"{SMALLEST} does not fit the workspace limit of {limit:,} bytes")
 
 
@@ -47,10 +47,10 @@ def transformed_axes(windows: Windows) -> tuple[int, ...]:
 def share_sizes(geometry: ConvGeometry) -> list[tuple[int, int]]:
     """Numbers of groups and of outputs per group that may be computed together.
 
-    The first entry is all of them; each further entry is half of the previous one, down to 1 / `MOST_SHARES`.
+    The first entry is all of them; each further entry is half of the previous one, down to 1 / `MAX_SHARES`.
     """
     shares = [(geometry.groups, geometry.group_outputs)]
-    while prod(shares[-1]) > max(1, prod(shares[0]) // MOST_SHARES):
+    while prod(shares[-1]) > max(1, prod(shares[0]) // MAX_SHARES):
         groups, outputs = shares[-1]
         shares.append((-(-groups // 2), outputs) if groups > 1 else (1, -(-outputs // 2)))
     return shares

@@ -21,7 +21,7 @@ from tests.gpu_report.report import as_json, in_words, is_whole, report_of
 #: Maximum seconds of the environment part.
 FOR_ENVIRONMENT = 60.0
 #: Maximum of the default number of processes; each holds a CUDA context.
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="the smoke of these (default: all)"
     )
-    processes = min(os.cpu_count() or 1, MOST_PROCESSES)
+    processes = min(os.cpu_count() or 1, MAX_PROCESSES)
     parser.add_argument("--processes", type=int, default=processes, help=f"side by side (default here: {processes})")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     given = parser.parse_args(arguments)

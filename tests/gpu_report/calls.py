@@ -164,7 +164,7 @@ def _lstm_gradient(*arrays: Any, lengths: list[int] | None = None) -> Any:
 
 
 def _lstm_gradient_by_steps(*arrays: Any) -> Any:
-    with mock.patch.object(recurrent_gradient, "MOST_PARTS", 0):  # rejects the persistent kernel
+    with mock.patch.object(recurrent_gradient, "MAX_PARTS", 0):  # rejects the persistent kernel
         return _lstm_gradient(*arrays)
 
 

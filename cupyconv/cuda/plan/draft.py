@@ -99,8 +99,8 @@ class Draft:
                 yield step, times
 
 
-#: A plan lists the steps of up to `LISTED` chunks one by one, and of up to `MOST_UNLIKE` chunks that differ.
-LISTED, MOST_UNLIKE = 8, 1024
+#: A plan lists the steps of up to `LISTED` chunks one by one, and of up to `MAX_UNLIKE` chunks that differ.
+LISTED, MAX_UNLIKE = 8, 1024
 
 
 def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Step]:
@@ -114,7 +114,7 @@ def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Ste
             return []
         if going_on(first, second, times - lone - 1) == tuple(steps_of(times - 1)):
             return [*(steps_of(0) if lone else ()), Rounds(first, second, times - lone)]
-    if times > MOST_UNLIKE:
+    if times > MAX_UNLIKE:
         raise NotApplicable(f"the workspace limit requires {times:,} chunks that all differ, too many for a plan")
     return [step for i in range(times) for step in steps_of(i)]
 

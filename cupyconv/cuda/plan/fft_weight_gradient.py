@@ -40,7 +40,7 @@ from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import WeightGradientProblem
 
 #: Threads per block of finish_weight_tiles.cu; minimum units per part.
-FINISH_BLOCK, SMALLEST_PART = 128, 8
+FINISH_BLOCK, MIN_PART = 128, 8
 
 
 def draft_fft_gradient(problem: WeightGradientProblem) -> Draft:
@@ -63,7 +63,7 @@ class GradientTiling(Tiling):
         if self.interleaved:
             return 1
         wanted = -(-self.problem.gpu.multiprocessors * BUSY_THREADS // (self.frequencies * self.kernels))
-        return max(1, min(wanted, self.units // SMALLEST_PART))
+        return max(1, min(wanted, self.units // MIN_PART))
 
     def buffers(self, units: int) -> tuple[Buffer, ...]:
         outputs, sums = self.problem.geometry.out_channels, self.sum_parts * self.kernels

@@ -58,7 +58,7 @@ from cupyconv.problem.plan import Address, Buffer, GemmCall, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
 #: Minimum pixels per chunk when the columns of a sample are cut: smaller GEMMs would take mostly launch overhead.
-SMALLEST_CHUNK = 1024
+MIN_CHUNK = 1024
 
 
 class ProductsPlanner:
@@ -177,8 +177,8 @@ class _GemmPlanner(ProductsPlanner):
         if fitting >= 1 and geometry.pixels <= most_pixels:
             return even_part(geometry.batch, min(fitting, most_samples)), geometry.pixels
         pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
-        if pixels < min(geometry.pixels, SMALLEST_CHUNK):
-            smallest = per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
+        if pixels < min(geometry.pixels, MIN_CHUNK):
+            smallest = per_pixel * row_length(min(geometry.pixels, MIN_CHUNK))
             refuse_chunk(problem, problem.limit - limit + smallest)
         return 1, even_rows(geometry.pixels, pixels)
 

@@ -48,7 +48,7 @@ TILE, THREADS = 16, 256
 ROWS, UNITS, PITCH, WARPS = 16, 8, 12, THREADS // WARP
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
 #: Maximum bytes that its blocks pass to each other, so that they stay in the L2 cache of large GPUs.
-MOST_PARTS = 32 << 20
+MAX_PARTS = 32 << 20
 
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
@@ -165,8 +165,8 @@ class _Gradient:
             )
         if needed > gpu.shared_bytes:
             raise NotApplicable(f"a block needs {needed:,} bytes of shared memory, the GPU has {gpu.shared_bytes:,}")
-        if self._parts > MOST_PARTS:
-            raise NotApplicable(f"the blocks exchange {self._parts:,} bytes, at most {MOST_PARTS:,} are supported")
+        if self._parts > MAX_PARTS:
+            raise NotApplicable(f"the blocks exchange {self._parts:,} bytes, at most {MAX_PARTS:,} are supported")
         return -(-self.tiles // -(-self.tiles // min(room, self.tiles)))
 
     @property

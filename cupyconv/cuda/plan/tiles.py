@@ -40,7 +40,7 @@ from cupyconv.problem.geometry import Triple, Windows, even_part, ranges_of
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Step, Transform, counted
 from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Prologue
-from cupyconv.problem.transforms import ERRORS, Shared, no_room, share_problem, share_sizes, transformed_axes
+from cupyconv.problem.transforms import ERRORS, Shared, does_not_fit, share_problem, share_sizes, transformed_axes
 
 #: Threads per block of these kernels, and channels per thread if the threads of a warp share channels.
 BLOCK, CHANNELS = 256, 8
@@ -50,16 +50,16 @@ SIDE_BY_SIDE = 8
 #: Shortest tile; factor between the lengths of successive candidates, which begin with the kernel.
 SHORTEST, LONGER = 16, 1.8
 #: Maximum elements of all tiles of a step: the kernels and cuFFT count them in 32 bits.
-MOST_ELEMENTS = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 #: Maximum GEMM calls for the products of all frequencies; for more groups, a kernel multiplies one by one.
-MOST_CALLS = 64
+MAX_CALLS = 64
 #: Maximum number of shares of a problem: each has its own launches, which a plan lists.
-MOST_SHARES = 64
+MAX_SHARES = 64
 #: Orders of spectra: whether they are interleaved.
 ORDERS = (False, True)
 #: Maximum multiply-adds of a convolution whose sums are computed again if they are not finite; this many take about a
 #: second.
-MOST_PRODUCTS = 1 << 40
+MAX_PRODUCTS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class Tiling:
         """The units of the largest chunk that fits the workspace limit; 0 if none fits."""
         geometry, limit = self.problem.geometry, self.problem.limit
         channels = max(self.widest, geometry.out_channels)
-        if self.kernels * self.elements > MOST_ELEMENTS:
+        if self.kernels * self.elements > MAX_ELEMENTS:
             return 0
-        most = min(self.units, MAX_DIMENSION, MOST_ELEMENTS // (channels * self.elements))
+        most = min(self.units, MAX_DIMENSION, MAX_ELEMENTS // (channels * self.elements))
         sizes = range(1, most + 1)
         return bisect_right(sizes, limit, key=lambda units: sum(buffer.space for buffer in self.workspace(units)))
 
@@ -217,7 +217,7 @@ class Tiling:
     @cached_property
     def computes_again(self) -> bool:
         """Whether results that are not finite are computed again by the definition."""
-        return self.problem.geometry.products <= MOST_PRODUCTS and len(self.problem.xs) <= MAX_SOURCES
+        return self.problem.geometry.products <= MAX_PRODUCTS and len(self.problem.xs) <= MAX_SOURCES
 
     @cached_property
     def has_matrices(self) -> bool:
@@ -226,7 +226,7 @@ class Tiling:
         largest = max(geometry.in_channels, geometry.out_channels)
         if geometry.group_channels * geometry.group_outputs == 1:
             return False
-        return geometry.groups * -(-self.frequencies // MAX_BATCH) <= MOST_CALLS and largest <= MAX_DIMENSION
+        return geometry.groups * -(-self.frequencies // MAX_BATCH) <= MAX_CALLS and largest <= MAX_DIMENSION
 
     # Steps.
 
@@ -355,7 +355,7 @@ def draft_tiled(problem: Shared, kind: type[Tiling]) -> Draft:
         _refuse_at_once(problem)
     best = min(_tilings(problem, kind), key=lambda found: found.seconds, default=None)
     if best is None:
-        raise no_room(problem.limit)
+        raise does_not_fit(problem.limit)
     return best.tiling.draft() if best.shares == 1 else _in_shares(problem, best.tiling)
 
 
@@ -373,7 +373,7 @@ def _tilings(problem: Shared, kind: type[Tiling]) -> Iterator[_Found]:
     for block, order in product(block_extents(geometry), ORDERS):
         for groups, outputs in share_sizes(geometry):
             shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
-            if shares > MOST_SHARES:
+            if shares > MAX_SHARES:
                 break
             share, _ = share_problem(problem, range(groups), range(outputs))
             tiling = kind(share, block, order)
@@ -395,7 +395,7 @@ def _in_shares(problem: Shared, first: Tiling) -> Draft:
                 share, _ = share_problem(problem, own_groups, own_outputs)
                 tiling = replace(first, problem=replace(share, workspace_limit=room))
                 if not tiling.most_units:
-                    raise no_room(problem.limit)
+                    raise does_not_fit(problem.limit)
                 drafts.append(tiling.draft())
         reason = f"{len(drafts)} shares of {groups * outputs} output channels; {drafts[0].reason}"
         return in_sequence("fft", drafts, reason)
@@ -425,7 +425,7 @@ def block_extents(windows: Windows) -> Iterator[Triple]:
         longer *= LONGER
         extents = [1, 1, 1]
         lengths = {axis: max(SHORTEST, int(windows.span[axis] * longer)) for axis in along}
-        if prod(lengths.values()) > MOST_ELEMENTS:
+        if prod(lengths.values()) > MAX_ELEMENTS:
             return
         for axis, length in lengths.items():
             most = (fast_length(length) - windows.span[axis]) // windows.stride[axis] + 1
@@ -443,10 +443,10 @@ def fast_length(least: int, multiple: int = 1) -> int:
 
 @lru_cache(maxsize=1)
 def _fast_lengths() -> list[int]:
-    """Return all fast lengths up to `MOST_ELEMENTS` + 1, sorted."""
+    """Return all fast lengths up to `MAX_ELEMENTS` + 1, sorted."""
     lengths = [1]
     for factor in (2, 3, 5, 7):
         for length in lengths:  # the loop also visits what it appends
-            if length * factor <= MOST_ELEMENTS + 1:
+            if length * factor <= MAX_ELEMENTS + 1:
                 lengths.append(length * factor)
     return sorted(lengths)

@@ -64,7 +64,7 @@ from cupyconv.problem.polyphase import (
     results_apart,
 )
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem, inputs_with_channels
-from cupyconv.problem.transforms import no_room
+from cupyconv.problem.transforms import does_not_fit
 
 #: The workspace buffer for the gradient of a padded image.
 PADDED = "padded"
@@ -296,7 +296,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
     sample = prod(shape) * ITEMSIZE[problem.dtype]
     most = (problem.limit // 2 - Plan.ALIGNMENT) // sample
     if most < 1:
-        raise no_room(problem.limit)
+        raise does_not_fit(problem.limit)
     samples = even_part(geometry.batch, most)
     room = problem.limit - Buffer(PADDED, samples * sample).space
 

@@ -78,11 +78,11 @@ from cupyconv.problem.problems import (
 OUTPUTS = (1, 4)
 ROWS, THREADS = 4, 128
 #: Minimum pixels of a chunk of one sample, and of a part of the sum.
-SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
+MIN_CHUNK, MIN_PART = 64, 1024
 #: Maximum number of parts per sample: each needs a call.
-MOST_CALLS = 8
+MAX_CALLS = 8
 #: Ways to cut the sum: whether all pixels form one long row, and the maximum number of parts, per sample or of the row.
-CUTS = ((False, 1), (False, MOST_CALLS), (True, MAX_BATCH))
+CUTS = ((False, 1), (False, MAX_CALLS), (True, MAX_BATCH))
 #: Blocks of weight_gradient.cu that keep a multiprocessor busy.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -126,7 +126,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     pixels = geometry.batch * geometry.pixels
     affordable = Buffer.parts_in(problem.limit, part * ITEMSIZE[dtype])
     wanted = -(-BLOCKS_PER_MULTIPROCESSOR * problem.gpu.multiprocessors // tiles)
-    parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
+    parts = max(1, min(wanted, pixels // MIN_PART, affordable))
     in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
     if not in_place and affordable < 1:
         smallest = Buffer("sums", part * ITEMSIZE[dtype]).space
@@ -281,7 +281,7 @@ class _Planner:
         apart = 1 if self.is_long else geometry.batch
         pixels = geometry.batch * geometry.pixels // apart
         multiprocessors = self.problem.gpu.multiprocessors
-        return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
+        return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // MIN_PART, affordable // apart))
 
     def _chunk_size(self) -> tuple[int, int]:
         """Return the samples and pixels per chunk: all samples, else fewer samples, else fewer pixels of one sample."""
@@ -298,7 +298,7 @@ class _Planner:
             if fitting := bisect_right(sizes, limit, key=lambda n: n * per_sample + self._sums_bytes(n, 2)):
                 return even_part(geometry.batch, fitting), geometry.pixels
         limit -= self._sums_bytes(1, 2)
-        smallest = min(row_length(geometry.pixels), SMALLEST_CHUNK)
+        smallest = min(row_length(geometry.pixels), MIN_CHUNK)
         if limit < per_pixel * smallest:
             refuse_chunk(self.problem, self.problem.limit - limit + per_pixel * smallest)
         pixels = min(limit // per_pixel, MAX_DIMENSION) if per_pixel else MAX_DIMENSION
