@@ -474,8 +474,10 @@ def test_images_are_let_go_after_their_last_use():
     run = load(parsed("(float[1, 4, 300, 300] x) => (float[1, 4, 300, 300] y)", layers))
     x = np.ones((1, 4, 300, 300), np.float32)
     run(x=x)
-    assert run.explain().peak_bytes < 4 * x.nbytes
-    assert peak_bytes(lambda: run(x=x)) < 4 * x.nbytes
+    plan = run.explain()
+    workspace = max(step.plan.workspace_bytes for step in plan.steps)
+    assert plan.peak_bytes == 2 * x.nbytes + workspace
+    assert peak_bytes(lambda: run(x=x)) < plan.peak_bytes + x.nbytes // 2
 
 
 @pytest.mark.parametrize("on", [None, "sm_90"])
