@@ -57,14 +57,12 @@ of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
 
 def forced_plan(call, arithmetic, tile, *, moves=False):
     """Return the method's plan for a call with this arithmetic and tile; `moves` says if the inputs are moved first."""
-    implementations = implicit_gemm._ways
+    gatherings = implicit_gemm._gatherings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             implicit_gemm,
-            "_ways",
-            lambda *how: [
-                implementation for implementation in implementations(*how) if bool(implementation.steps) == moves
-            ],
+            "_gatherings",
+            lambda *how: [gathering for gathering in gatherings(*how) if bool(gathering.steps) == moves],
         )
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile,))
@@ -351,16 +349,16 @@ def test_inputs_are_moved_where_that_is_less():
 @pytest.mark.parametrize("channels", [(24,), (5, 150)])
 def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, samples, channels, monkeypatch):
     """The weight is packed once; all chunks but the last are alike; long sums have parts in each chunk."""
-    implementations = implicit_gemm._ways
+    gatherings = implicit_gemm._gatherings
 
     def some_samples(*how):
-        return [replace(implementations(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
+        return [replace(gatherings(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
 
     case = ConvCase(
         batch=batch, channels=channels, out_channels=9, spatial=(9, 8), kernel=(3, 3), padding=1,
         dtype="float16" if arithmetic == "MMA" else "float32", **EPILOGUE,
     )  # fmt: skip
-    monkeypatch.setattr(implicit_gemm, "_ways", some_samples)
+    monkeypatch.setattr(implicit_gemm, "_gatherings", some_samples)
     arrays = case.arrays(integer=True)
     arguments = case.views(arrays, cuda.to_device, cuda.xp) | dict(case.parameters)
     call = checked_call(cupyconv.conv, **arguments)

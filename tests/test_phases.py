@@ -75,19 +75,15 @@ def products(plan):
 
 def run_forced(target, variant, *arguments, **settings):
     """Return the result of one variant, and its plan."""
-    arithmetic, gather, implementations = variant["ARITHMETIC"], variant["GATHER"], implicit_gemm._ways
+    arithmetic, gather, gatherings = variant["ARITHMETIC"], variant["GATHER"], implicit_gemm._gatherings
 
-    def chosen_implementations(*how):
+    def chosen(*how):
         if gather == "ALONG_PIXELS":  # it reads any layout
-            return [
-                replace(implementation, gather=gather)
-                for implementation in implementations(*how)
-                if not implementation.steps
-            ]
-        return [implementation for implementation in implementations(*how) if implementation.gather == gather]
+            return [replace(one, gather=gather) for one in gatherings(*how) if not one.steps]
+        return [one for one in gatherings(*how) if one.gather == gather]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implicit_gemm, "_ways", chosen_implementations)
+        patch.setattr(implicit_gemm, "_gatherings", chosen)
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile_of(variant),))
         call = checked_call(cupyconv.conv_transpose, *arguments, method="implicit_gemm", **settings)

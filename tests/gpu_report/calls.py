@@ -81,12 +81,12 @@ def _wrapped(x: Any, weight: Any, **how: Any) -> Any:
 
 def _moved(x: Any, weight: Any, **how: Any) -> Any:
     """Move the inputs first, even if it saves little; in float64 only the weight gradient moves them."""
-    ways = implicit_gemm._ways
+    gatherings = implicit_gemm._gatherings
 
-    def moved_ways(*given: Any) -> Any:
-        return [way for way in ways(*given) if way.steps] or ways(*given)
+    def moved(*given: Any) -> Any:
+        return [gathering for gathering in gatherings(*given) if gathering.steps] or gatherings(*given)
 
-    with mock.patch.object(implicit_gemm, "_ways", moved_ways), options(allow_tf32=True):
+    with mock.patch.object(implicit_gemm, "_gatherings", moved), options(allow_tf32=True):
         return conv(x, weight, padding=1, **how), conv_grad_weight(x, x, (3, 3), padding=1, **how)
 
 
