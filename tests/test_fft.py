@@ -612,6 +612,21 @@ def test_parts_take_the_memory_that_they_say(samples, channels, outputs, setting
     assert loop.workspace / 2 <= peak - arranged + objects and peak - arranged <= loop.workspace + objects
 
 
+@pytest.mark.parametrize("channels, outputs, size, settings", [
+    (1, 8, (200, 190), dict(activation="gelu")), (24, 1, (310, 310), dict(prologue="relu")),
+    (24, 1, (310, 310), dict(padding=9, padding_mode="reflect")),
+], ids=str)  # fmt: skip
+def test_temporaries_of_parts_are_counted(channels, outputs, size, settings):
+    """The temporary arrays of an activation, a prologue and a border fit the counted bytes if one part has few taps."""
+    block = [n - 19 for n in size]
+    loop, arrays = parts_of_tiles(
+        (1, channels, *size), (outputs, channels, 20, 20), (1, 1, *block), (1, 10, 10), **settings
+    )
+    loop.run(arrays)
+    cupyconv.clear_caches()
+    assert loop.workspace / 2 <= peak_bytes(lambda: loop.run(arrays)) <= loop.workspace
+
+
 def test_the_smallest_parts_are_of_one_sample_and_one_output():
     """The bytes that are returned if nothing fits are exactly enough for one sample and one output."""
     problem, fixed = problem_of((6, 2, 60, 50), (4, 2, 40, 31)), 100
