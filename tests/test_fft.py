@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import islice
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +16,17 @@ import reference
 import reference_gradients
 from fft_cases import CASES, DTYPES, MIXED, normal
 from peak_memory import peak_bytes
+from plans import array
+from scipy.fft import next_fast_len
 from tolerance import assert_close
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
-from cupyconv.problem.problems import NotApplicable
+from cupyconv.numpy import convolution, cost, fft, fft_parts, fft_scattered, fft_weight_gradient, spectra
+from cupyconv.numpy.fft_parts import FftParts
+from cupyconv.problem.problems import HostModel, NotApplicable
+from cupyconv.problem.transforms import share_problem, share_sizes, transformed_axes
 
 
 def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
@@ -360,6 +368,310 @@ def test_it_takes_what_explain_says(threads, limit):
             peak = peak_bytes(lambda: function(*arrays, **settings))  # noqa: B023
         assert peak <= plan.workspace_bytes + 200_000, plan  # and Python's objects
         assert limit is None or plan.workspace_bytes <= limit
+
+
+# --- what a plan counts ---------------------------------------------------------------------------------------
+
+
+def problem_of(x, weight, dtype="float32", threads=1, limit=16 << 20, **settings) -> Any:
+    """The problem of a convolution, without arrays."""
+    problem = checked_call(cupyconv.conv, array(*x, dtype=dtype), array(*weight, dtype=dtype), **settings).problem
+    return replace(problem, machine=HostModel(threads), workspace_limit=limit)
+
+
+#: Windows of convolutions with large kernels: size, kernel, settings.
+WINDOWS = [
+    ((90,), (60,), dict(padding=5)),
+    ((300,), (41,), dict(padding=((0, 70),), stride=3, dilation=5)),
+    ((40, 31), (29, 17), dict(padding=((30, 3), (0, 40)))),
+    ((10,), (60,), dict(padding=((80, 0),))),
+    ((44, 9), (17, 1), dict(padding=(5, 0), stride=(1, 2))),
+    ((50, 9), (12, 7), dict(padding=((90, 70), (8, 9)), stride=(2, 3), dilation=(4, 1))),
+    ((60, 9, 44), (13, 1, 17), dict(padding=(70, 0, 3), dilation=(3, 1, 1), stride=(1, 4, 2))),
+    ((12, 64, 33), (5, 31, 19), dict(padding="full")),
+]
+
+
+@pytest.mark.parametrize("size, kernel, settings", WINDOWS, ids=str)
+@pytest.mark.parametrize("mode", ["constant", "wrap"])
+def test_tiles_that_are_only_padding_are_not_counted(mode, size, kernel, settings, monkeypatch):
+    """Each block has one tile per part of the kernel, except for tiles that read only zero padding."""
+    geometry = problem_of((5, 1, *size), (1, 1, *kernel), padding_mode=mode, **settings).geometry
+    for seed in range(20):
+        random = Random(seed)
+        block = [random.randint(1, extent) for extent in (geometry.batch, *geometry.out_size)]
+        taps = [random.randint(1, extent) for extent in geometry.kernel]
+        per_axis, all_of_axis = [], []
+        for axis, (own, part) in enumerate(zip(block[1:], taps)):
+            stride, gap, before = geometry.stride[axis], geometry.dilation[axis], geometry.before[axis]
+            firsts = [
+                pixel * stride + tap * gap - before
+                for pixel in range(0, geometry.out_size[axis], own)
+                for tap in range(0, geometry.kernel[axis], part)
+            ]
+            length = (own - 1) * stride + (part - 1) * gap + 1
+            per_axis.append(sum(-length < first < geometry.size[axis] for first in firsts))
+            all_of_axis.append(len(firsts))
+        samples = -(-geometry.batch // block[0])
+        expected = samples * int(np.prod(per_axis if mode == "constant" else all_of_axis))
+        assert spectra.tiles_read(geometry, block, taps) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(spectra, "COUNTED", 1)  # parts of an axis that are more than this are all counted
+            every = [every if -(-n // part) > 1 else some for some, every, n, part in
+                     zip(per_axis, all_of_axis, geometry.kernel, taps)]  # fmt: skip
+            expected = samples * int(np.prod(every if mode == "constant" else all_of_axis))
+            assert spectra.tiles_read(geometry, block, taps) == expected
+
+
+@pytest.mark.parametrize("size, kernel, settings", [
+    *WINDOWS, ((20_000,), (9973,), {}), ((20_000,), (7001,), dict(stride=3)), ((9973,), (811,), dict(dilation=7)),
+    ((5000,), (4987,), {}), ((5000,), (4000,), dict(stride=7)), ((500, 400), (123, 397), dict(stride=(1, 2))),
+], ids=str)  # fmt: skip
+def test_candidates_of_parts_halve_a_tile_up_to_the_whole_convolution(size, kernel, settings):
+    """Block and part fit the tile, and the part exceeds half of the tile only if the block is a whole axis."""
+    geometry = problem_of((1, 1, *size), (1, 1, *kernel), **settings).geometry
+    along, candidates = transformed_axes(geometry), list(islice(spectra.part_extents(geometry), 100))
+    whole = tuple(tuple(sizes[axis] if axis in along else 1 for axis in range(3))
+                  for sizes in (geometry.out_size, geometry.kernel))  # fmt: skip
+    assert candidates[-1] == whole and whole not in candidates[:-1]
+    longest = float(cost.SHORTEST)
+    for extents, taps in candidates:
+        longest *= spectra.LONGER
+        for axis in range(3):
+            stride, gap, reached = geometry.stride[axis], geometry.dilation[axis], geometry.reached[axis]
+            own, part = extents[axis], (taps[axis] - 1) * gap + 1
+            if axis not in along:
+                assert own == part == 1
+                continue
+            length = reached if reached <= longest else next_fast_len(int(longest), True)
+            assert (own - 1) * stride + part <= length
+            assert part <= length // 2 or own == geometry.out_size[axis] or taps[axis] == 1
+            assert part + gap > length // 4 or taps[axis] == geometry.kernel[axis]
+            # One block less would not fit the tile.
+            blocks = -(-geometry.out_size[axis] // own)
+            assert blocks == 1 or (-(-geometry.out_size[axis] // (blocks - 1)) - 1) * stride + part > length
+
+
+def test_a_kernel_is_cut_too_if_its_spectra_leave_little_memory():
+    """A dilated kernel is cut if eight times the bytes of its elements, with zeros between taps, exceed the limit."""
+    for dtype, item in (("float32", 4), ("float16", 4), ("float64", 8), ("complex64", 8)):
+        nbytes = 8 * 6 * 3 * (13 * 21) * item
+        settings = dict(groups=2, dilation=(3, 5), dtype=dtype)
+        for limit, is_large in ((nbytes - 1, True), (nbytes, False)):
+            problem = problem_of((1, 6, 60, 60), (6, 3, 5, 5), limit=limit, **settings)
+            assert spectra.has_large_spectra(problem) is is_large
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("channels, outputs, groups", [(4, 8, 1), (12, 3, 1), (8, 8, 4), (1, 5, 1)])
+def test_the_largest_share_that_fits_is_computed_at_a_time(channels, outputs, groups, threads):
+    """A share is chosen at exactly the bytes that it needs, and its channels go one by one only if they have to."""
+    problem = problem_of((1, channels, 20, 20), (outputs, channels // groups, 15, 15), threads=threads, groups=groups)
+    geometry, fixed = problem.geometry, 100
+    (tiling,) = fft.Fft.tilings(geometry)  # no smaller tile
+
+    def needed(loop):
+        return fixed + loop.spectra_bytes + max(loop.spectra_bytes, threads * loop.workspace)
+
+    loops = [
+        [fft.Fft(share, cut=cut, one_by_one=one, **tiling) for one in (False, True)]
+        for share, cut in (share_problem(problem, range(own), range(each)) for own, each in share_sizes(geometry))
+    ]
+    limits = {needed(loop) for pair in loops for loop in pair}
+    for limit in sorted(limits | {limit - 1 for limit in limits}):
+        best = fft.best_cut(fft.Fft, problem, fixed, limit)
+        fitting = [loop for pair in loops for loop in pair if needed(loop) <= limit]
+        if not fitting:
+            assert best == min(limits) == limit + 1
+            continue
+        assert best.first == fitting[0]
+        own = fitting[0].geometry
+        assert best.shares == -(-groups // own.groups) * -(-outputs // groups // own.group_outputs)
+        assert best.seconds == best.shares * best.first.seconds
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("channels, outputs, size, step", [
+    (2, 2, (60, 9), 17_011), (8, 3, (60, 9), 17_011), (8, 8, (60, 9), 17_011), (40, 1, (20, 3), 487)
+])  # fmt: skip
+def test_several_samples_are_computed_together_if_they_fit(channels, outputs, size, step, threads):
+    """A block has as many samples as fit the limit and the cache, unless a thread would be without a block."""
+    problem, fixed, seen = problem_of((8, channels, *size), (outputs, channels, 9, 1), threads=threads), 100, set()
+    width = size[1]
+    for limit in [*range(step, 80 * step, step), 40 << 20]:
+        best = fft.best_cut(fft.Fft, problem, fixed, limit)
+        if isinstance(best, int):
+            assert best > limit
+            continue
+        first = best.first
+        room = limit - fixed - first.spectra_bytes
+        assert threads * first.workspace <= room and first.spectra_bytes <= room
+        line = replace(first, block=(1, *first.block[1:3], 1))
+        lines = first.block[0] * first.block[3]
+        assert first.blocks >= threads and (lines == 1 or first.workspace <= spectra.BLOCK)
+        if not first.one_by_one and not first.by_matrix:
+            more = lines + 1 if first.block[3] < width else lines + width  # the next that parts could be of
+            most = min(min(room // threads, spectra.BLOCK) // line.workspace, -(-line.blocks // threads))
+            assert lines <= most and 2 * more > most
+        seen.add((lines, first.one_by_one))
+    assert len({lines for lines, _ in seen}) > 1
+
+
+@pytest.mark.parametrize("limit, words", [
+    (330_000, "shares of 2 groups"), (230_000, "shares of 2 outputs"), (80_000, "shares of 1 output")
+])  # fmt: skip
+def test_shares_take_as_often_what_the_first_one_takes(limit, words):
+    """The estimates of all shares are those of the first one times their number, and the plan names their size."""
+    x, weight = array(1, 4, 60, 60), array(8, 1, 31, 31)
+    with cupyconv.options(workspace_limit=limit, threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, groups=4, method="fft")
+    (loop,) = plan.steps
+    for name in ("work", "calls", "turns", "flops", "blocks", "bytes_moved", "seconds"):
+        assert getattr(loop, name) == loop.count * getattr(loop.first, name) > 0
+    assert loop.count > 1 and loop.workspace == loop.first.workspace
+    assert str(loop).endswith(f"for each of {loop.count} {words}"), loop
+
+
+def parts_of_tiles(x, weight, block, taps, one_by_one=False, dtype="float32", **settings):
+    """A loop over parts of a kernel, and the arrays of a run on one thread."""
+    images, kernels = np.round(normal(*x, dtype=dtype)), np.round(normal(*weight, dtype=dtype))
+    if prologue := settings.get("prologue"):
+        vector = np.ones(x[1], dtype)
+        settings["prologue"] = vector, vector, prologue
+    call = checked_call(cupyconv.conv, images, kernels, **settings)
+    problem: Any = replace(call.problem, machine=HostModel(1))
+    (result,) = call.results
+    loop = FftParts(problem, block=block, taps=taps, one_by_one=one_by_one)
+    return loop, {**call.arrays, "out": np.empty(result.shape, result.dtype)}
+
+
+#: Shapes of x and weight, a block and taps of a part that divide them, and settings.
+PARTS = {
+    "plain": ((1, 3, 41, 41), (2, 3, 30, 30), (1, 1, 6, 4), (1, 10, 15), {}),
+    "padding": ((1, 2, 20, 20), (3, 2, 18, 18), (1, 1, 10, 13), (1, 6, 9), dict(padding=((17, 19), (20, 21)))),
+    "groups": ((2, 6, 41, 12), (4, 3, 30, 1), (2, 1, 6, 4), (1, 10, 1), dict(groups=2)),
+    "samples, complex": ((6, 2, 41, 41), (2, 2, 30, 30), (3, 1, 12, 12), (1, 15, 10), dict(dtype="complex64")),
+    "one by one": (
+        (2, 5, 41, 41),
+        (2, 5, 30, 30),
+        (2, 1, 6, 12),
+        (1, 15, 30),
+        dict(one_by_one=True, activation="relu"),
+    ),
+    "a volume": ((2, 2, 12, 9, 20), (2, 2, 9, 3, 10), (1, 4, 7, 11), (3, 3, 5), dict(bias=True)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_transforms_and_products_of_parts_are_counted(name, monkeypatch):
+    """The estimates of time, calls and operations count the transforms and the products that a run computes."""
+    x, weight, block, taps, settings = PARTS[name]
+    settings = {key: normal(weight[0]) if key == "bias" else value for key, value in settings.items()}
+    loop, arrays = parts_of_tiles(x, weight, block, taps, **settings)
+    forward, kernels, back = Counter(), Counter(), Counter()
+    tile, geometry, samples = loop.tile, loop.geometry, block[0]
+
+    def spectrum(self, image, first, plain=spectra.Tile.spectrum):
+        seen = kernels if first == 1 else forward
+        seen.update(calls=1, images=int(np.prod(image.shape[:first])))
+        return plain(self, image, first)
+
+    def image(self, spectrum, first, wanted, plain=spectra.Tile.image):
+        back.update(calls=1, images=int(np.prod(spectrum.shape[:first])))
+        return plain(self, spectrum, first, wanted)
+
+    monkeypatch.setattr(spectra.Tile, "spectrum", spectrum)
+    monkeypatch.setattr(spectra.Tile, "image", image)
+    loop.run(arrays)
+    transforms = forward["images"] + kernels["images"] + back["images"]
+    products = kernels["images"] * samples * int(np.prod(tile.frequencies))
+    assert forward["calls"] >= loop.tiles and back["calls"] == loop.blocks
+    # A product of complex numbers is four multiplications and additions of each.
+    assert loop.flops == transforms * tile.flops * (1 if tile.is_real else 2) + 8 * products
+    per_call = forward["calls"] / 2 + back["calls"], kernels["calls"]
+    assert loop.calls == per_call[0] * cost.FFT_CALLS + per_call[1] * fft_parts.KERNEL_CALLS
+    monkeypatch.setattr(cost, "fourier", lambda *given: 0.25)
+    monkeypatch.setattr(cost, "complex_products", lambda elements, problem: 1000 * elements)
+    monkeypatch.setattr(cost, "added", lambda elements, dtype: 1e12)
+    stored = loop.work // 1e12
+    assert stored == 1 + ("bias" in settings) + ("activation" in settings)
+    slower = fft.ONE_BY_ONE if loop.one_by_one else 1
+    assert loop.work - stored * 1e12 == pytest.approx(slower * (transforms / 4 + 1000 * products), abs=0.1)
+    assert geometry.in_channels == loop.channels_at_once or loop.one_by_one
+
+
+def test_of_parts_no_more_kernels_are_transformed_at_once_than_stay_in_cache():
+    """Equal parts of an output's kernels are transformed together, or one kernel if channels go one by one."""
+    for size, expected in (((120, 100), 12), ((500, 400), 1), ((300, 250), 2), ((300, 150), 3)):
+        loop, _ = parts_of_tiles((1, 12, *size), (1, 12, 60, 60), (1, 1, *(n - 59 for n in size)), (1, 60, 60))
+        spectrum = int(np.prod(loop.tile.frequencies)) * 8
+        assert loop.kernels_at_once == expected
+        assert expected == 1 or 3 * expected * spectrum <= spectra.BLOCK
+        assert replace(loop, one_by_one=True).kernels_at_once == 1
+    assert parts_of_tiles((1, 2, 60, 60), (1, 2, 30, 30), (1, 1, 31, 31), (1, 30, 30))[0].kernels_at_once == 2
+
+
+@pytest.mark.parametrize("settings", [
+    {}, dict(one_by_one=True), dict(activation="gelu"), dict(prologue="relu"), dict(dtype="complex64"),
+    dict(dtype="float64", groups=2), dict(padding=20, padding_mode="wrap", prologue="relu"), dict(dtype="float16"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("samples, channels, outputs", [(1, 2, 2), (3, 2, 2), (1, 8, 2), (1, 2, 8)])
+def test_parts_take_the_memory_that_they_say(samples, channels, outputs, settings):
+    """A run allocates at most the bytes that the loop counts, and at least half of them."""
+    settings = dict(settings)
+    groups = settings.get("groups", 1)
+    x, weight = (samples, channels, 200, 190), (outputs, channels // groups, 120, 100)
+    loop, arrays = parts_of_tiles(x, weight, (samples, 1, 81, 91), (1, 60, 50), **settings)
+    loop.run(arrays)
+    cupyconv.clear_caches()
+    peak = peak_bytes(lambda: loop.run(arrays))
+    objects, arranged = 100_000, convolution.weight_copy(loop.problem)
+    assert loop.workspace / 2 <= peak - arranged + objects and peak - arranged <= loop.workspace + objects
+
+
+@pytest.mark.parametrize("channels, outputs, size, settings", [
+    (1, 8, (200, 190), dict(activation="gelu")), (24, 1, (310, 310), dict(prologue="relu")),
+    (24, 1, (310, 310), dict(padding=9, padding_mode="reflect")),
+], ids=str)  # fmt: skip
+def test_temporaries_of_parts_are_counted(channels, outputs, size, settings):
+    """The temporary arrays of an activation, a prologue and a border fit the counted bytes if one part has few taps."""
+    block = [n - 19 for n in size]
+    loop, arrays = parts_of_tiles(
+        (1, channels, *size), (outputs, channels, 20, 20), (1, 1, *block), (1, 10, 10), **settings
+    )
+    loop.run(arrays)
+    cupyconv.clear_caches()
+    assert loop.workspace / 2 <= peak_bytes(lambda: loop.run(arrays)) <= loop.workspace
+
+
+def test_the_smallest_parts_are_of_one_sample_and_one_output():
+    """The bytes that are returned if nothing fits are exactly enough for one sample and one output."""
+    problem, fixed = problem_of((6, 2, 60, 50), (4, 2, 40, 31)), 100
+    least = fft.best_cut(FftParts, problem, fixed, 1)
+    best = fft.best_cut(FftParts, problem, fixed, least)
+    assert best.shares == 4 and best.first.geometry.out_channels == best.first.block[0] == 1
+    assert fft.best_cut(FftParts, problem, fixed, least - 1) == least
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_parts_are_added_up_however_few_kernels_are_transformed_at_once(one_by_one, groups, monkeypatch):
+    """The result is the same for any number of kernels that are transformed together."""
+    weight, settings = (4, 6 // groups, 8, 6), dict(groups=groups, padding=1)
+    for nbytes, most in ((1, 1), (7000, 3), (1 << 21, 6)):
+        monkeypatch.setattr(fft_parts, "BLOCK", nbytes)
+        loop, arrays = parts_of_tiles((2, 6, 13, 12), weight, (2, 1, 4, 9), (1, 4, 3), one_by_one, **settings)
+        assert loop.kernels_at_once == (1 if one_by_one and groups == 1 else min(most, 6 // groups))
+        loop.run(arrays)
+        expected = reference.conv(arrays["x"], arrays["weight"], **settings)
+        np.testing.assert_allclose(arrays["out"], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_parts_without_channels_are_zeros():
+    """Without input channels the result is zero, and no call is counted except those of the blocks."""
+    loop, arrays = parts_of_tiles((1, 0, 41, 41), (2, 0, 30, 30), (1, 1, 6, 4), (1, 10, 15))
+    loop.run(arrays)
+    assert not arrays["out"].any() and loop.calls == loop.blocks * cost.FFT_CALLS and loop.workspace > 0
 
 
 # --- accuracy -------------------------------------------------------------------------------------------------

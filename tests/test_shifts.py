@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import reference
+from peak_memory import peak_bytes
+from plans import array
 from tolerance import assert_exact
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import convolution, gemm, long_rows, mec, shifts
+from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.shifts import Shifts
+from cupyconv.problem.problems import HostModel, NotApplicable
 
 #: Samples, channels, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -181,3 +190,221 @@ def test_layers_of_many_groups_and_those_without_winograds_method_are_shifted(
     with cupyconv.options(threads=1):
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding=padding, stride=stride, groups=groups)
     assert [step.name for step in plan.steps] == ["shifted columns"]
+
+
+# --- what a plan counts ---------------------------------------------------------------------------------------
+
+
+def problem_of(batch, channels, outputs, size, kernel, settings, dtype="float32", threads=1, limit=16 << 20) -> Any:
+    """The problem of a layer of `LAYERS`, without arrays."""
+    x = array(batch, channels, *size, dtype=dtype)
+    weight = array(outputs, channels // settings.get("groups", 1), *kernel, dtype=dtype)
+    problem = checked_call(cupyconv.conv, x, weight, **settings).problem
+    return replace(problem, machine=HostModel(threads), workspace_limit=limit)
+
+
+def steps_of(loop):
+    """The phases of a loop's first block."""
+    block = next(iter(loop.each_block))
+    return loop._steps(Scratch(loop.x_dtype, 1), block, block.bare_phases)[0]
+
+
+def count(monkeypatch, **counted):
+    """Replace the functions of `cost` that estimate times by the given counts, and the others by zero."""
+    monkeypatch.setattr(shifts, "parts_of_columns", lambda *given: None)
+    for name in ("product", "shifted", "left_out", "copied", "added"):
+        monkeypatch.setattr(shifts.cost, name, counted.get(name, lambda *given: 0))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_estimated_time_counts_all_that_a_run_does(name, samples, monkeypatch):
+    """It counts multiply-adds, elements of the columns, their zeros, copied elements of the image and stored results."""
+    problem = problem_of(2, *LAYERS[name][1:], dtype="float16")  # sums are stored apart
+    geometry = problem.geometry
+    loop, blocks = Shifts(problem, (samples, *geometry.out_size)), 2 // samples
+    steps = steps_of(loop)
+    count(monkeypatch, product=lambda rows, reduction, columns, _: rows * reduction * columns)
+    assert loop.work == geometry.products
+    count(monkeypatch, shifted=lambda elements, run, dtype: elements)
+    assert loop.work == blocks * sum(step.columns.size for step in steps)
+    count(monkeypatch, left_out=lambda elements: elements)
+    assert loop.work == blocks * sum(zeros.size for step in steps for zeros in step.padding)
+    count(monkeypatch, copied=lambda elements, run, dtype, apart: elements)
+    assert loop.work == pytest.approx(blocks * sum(step.image.size for step in steps))
+    count(monkeypatch, added=lambda elements, dtype: elements)
+    assert loop.work == 2 * geometry.out_channels * geometry.pixels
+
+
+@pytest.mark.parametrize("name", LAYERS.keys() - {"more padding than taps read", "a stride that reads padding alone"})
+def test_the_calls_of_a_turn_are_counted(name):
+    """A turn makes two calls per phase, one call per array of zeros, and a fixed number of calls for the block."""
+    problem = problem_of(*LAYERS[name])
+    loop = Shifts(problem, (1, *problem.geometry.out_size))
+    steps = steps_of(loop)
+    zeros = sum(len(step.padding) for step in steps)
+    assert loop.calls == loop.turns * (shifts.TURN_CALLS + shifts.PHASE_CALLS * len(steps) + zeros)
+
+
+@pytest.mark.parametrize(
+    "size, settings, run, is_apart",
+    [
+        ((7, 6), dict(padding=1), 42, False),
+        ((4, 6), dict(padding=1), 24, False),
+        ((7, 6), dict(padding=1, stride=2), 3, True),
+        ((7, 6), dict(padding=1, stride=(2, 1)), 24, False),
+        ((7, 6), dict(padding=(1, 2)), 8, False),
+    ],
+    ids=["rows as long", "few rows", "stride", "stride between rows", "longer rows"],
+)
+def test_the_image_is_copied_in_runs_of_whole_rows(size, settings, run, is_apart, monkeypatch):
+    """All rows of a sample are one run if they are as long as the result's rows and have no stride along the width."""
+    problem, seen = problem_of(1, 4, 6, size, (3, 3), dict(groups=2) | settings), []
+    count(monkeypatch, copied=lambda elements, *how: seen.append(how) or 0)
+    loop = Shifts(problem, (1, *problem.geometry.out_size))
+    assert loop.work == 0 and seen == [(run, "float32", is_apart)]
+
+
+def test_columns_beyond_the_cache_take_longer(monkeypatch):
+    """The estimated time of columns that exceed the cache is larger by a fixed factor."""
+    count(monkeypatch, shifted=lambda elements, run, dtype: elements)
+    problem, seconds = problem_of(*LAYERS["groups"]), []
+    for block in (1 << 21, 100):
+        monkeypatch.setattr(shifts, "COLUMNS_BLOCK", block)
+        seconds.append(Shifts(problem, (1, *problem.geometry.out_size)).work)
+    assert seconds[1] == shifts.cost.FARTHER * seconds[0] > seconds[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_share_the_groups_if_there_are_two_for_each(groups, threads):
+    """With fewer groups, the threads share the rows of the image instead."""
+    problem = problem_of(1, groups, groups, (16, 20), (3, 3), dict(groups=groups, padding=1), threads=threads)
+    loop = Shifts.fitted(problem, 0, 1 << 20)
+    assert loop.blocks == (1 if groups >= 2 * threads else threads)
+    assert loop.threads == threads
+
+
+@pytest.mark.parametrize(
+    "size, kernel, settings, applies",
+    [
+        ((2, 6), (3, 3), dict(padding=1), True),
+        ((1, 6), (3, 3), dict(padding=1), False),
+        ((12,), (3,), dict(padding=1), False),
+        ((2, 6), (1, 1), {}, False),
+        ((3, 6), (2, 1), {}, True),
+        ((2, 6), (1, 3), dict(padding=(0, 1), padding_mode="edge"), False),
+        ((2, 6), (1, 2), dict(padding=((0, 0), (1, 0)), padding_mode="edge"), False),
+        ((2, 6), (1, 2), dict(padding=((0, 0), (0, 1)), padding_mode="edge"), False),
+        ((2, 6), (3, 1), dict(padding=(1, 0), padding_mode="edge"), True),
+    ],
+)
+def test_it_is_for_several_rows_and_taps_and_zeros_at_the_ends_of_rows(size, kernel, settings, applies):
+    """The implementation applies to kernels of several taps with several rows of pixels, padded by zeros along the width."""
+    assert bool(Shifts.applies(problem_of(1, 4, 6, size, kernel, dict(groups=2) | settings))) is applies
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "kernel, settings",
+    [
+        ((3, 3), dict(groups=1, padding=1)),
+        ((3, 3), dict(groups=2, padding=1)),
+        ((3, 1), dict(groups=2, padding=(1, 0), padding_mode="reflect")),
+    ],
+    ids=str,
+)
+def test_the_smallest_block_is_a_row_of_one_group(kernel, settings, threads):
+    """The bytes that a refusal names are enough for this block, and one byte less is refused."""
+    refusals, limit = [], 300
+    while True:
+        problem = problem_of(2, 4, 6, (3, 90), kernel, settings, threads=threads, limit=limit)
+        try:
+            (loop,), nbytes = Shifts.loops(problem)
+            break
+        except NotApplicable as refusal:
+            refusals.append(str(refusal))
+            assert refusal.needed > limit
+            limit = refusal.needed
+    assert refusals[-1].startswith(f"a row needs {limit:,} bytes")
+    assert loop.block == (1, 1, 1, 90) and loop.part == 1
+    assert sum(nbytes.values()) + 2 * shifts.Plan.ALIGNMENT <= limit
+    with pytest.raises(NotApplicable, match="a row needs"):
+        Shifts.loops(replace(problem, workspace_limit=limit - 1))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_as_many_groups_as_fit_are_computed_at_a_time(dtype, threads):
+    """The parts of the groups fit every limit, and the next larger parts do not."""
+    settings, seen = dict(groups=24, padding=(1, 0), padding_mode="reflect"), set()
+    for limit in range(30_000 * threads, 150_000 * threads, 211 * threads):
+        problem = problem_of(1, 96, 96, (12, 14), (3, 1), settings, dtype, threads, limit)
+        (loop,), nbytes = Shifts.loops(problem)
+        room = limit - 2 * shifts.Plan.ALIGNMENT - sum(nbytes.values())
+        assert room >= 0
+        step = threads if loop.blocks % threads else 1  # threads have as many parts
+        larger = [size for size in (-(-24 // parts) for parts in range(step, 25, step)) if size > loop.part]
+        if larger:
+            assert threads * loop.workspace // loop.part * (min(larger) - loop.part) > room
+        seen.add(loop.part)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("settings", [{}, dict(activation="gelu"), dict(dtype="float16")], ids=str)
+def test_it_takes_the_memory_that_it_says(settings, groups):
+    """A plan counts at least as many bytes as a run allocates, and at most three times as many."""
+    settings = dict(settings)
+    dtype = settings.pop("dtype", "float32")
+    x, weight = np.ones((2, 32, 40, 40), dtype), np.ones((48, 32 // groups, 3, 3), dtype)
+    vectors = np.ones(32, dtype)
+    settings |= dict(groups=groups, padding=1, prologue=(vectors, vectors, "relu"), method="gemm")
+    out = np.empty((2, 48, 40, 40), dtype)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, **settings)
+        cupyconv.conv(x, weight, out=out, **settings)
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, **settings))
+    assert plan.workspace_bytes / 3 <= peak <= plan.workspace_bytes + 100_000
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_memory_of_the_image_and_of_columns_is_counted_apart(name, monkeypatch):
+    """A fused chain asks for the bytes of the image alone, because another layer's columns are in memory next to it."""
+    monkeypatch.setattr(shifts, "COLUMNS_BLOCK", 1)  # one group at a time
+    problem, sizes = problem_of(*LAYERS[name]), {}
+
+    class Seen(Scratch):
+        def array(self, name, shape, dtype=None):
+            array = super().array(name, shape, dtype)
+            sizes[name] = array.nbytes
+            return array
+
+    loop = Shifts(problem, (1, *problem.geometry.out_size))
+    block = next(iter(loop.each_block))
+    loop._steps(Seen(loop.x_dtype, 1), block, block.bare_phases)
+    assert loop.part == 1 and loop.beside_bytes == sizes["tile"]
+    assert loop.workspace - loop.beside_bytes >= sizes["columns"] > 0
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (3, 1)])
+@pytest.mark.parametrize("batch, channels, outputs", [(2, 0, 4), (0, 4, 6), (2, 4, 0)])
+def test_layers_without_samples_channels_or_outputs(batch, channels, outputs, kernel):
+    """A layer with an empty axis has an empty result, or zeros if it has no input channels."""
+    settings = dict(groups=2, padding=(1, kernel[1] // 2))
+    x, weight, expected = layer(batch, channels, outputs, (5, 6), kernel, settings)
+    assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, "float32")
+
+
+def test_a_block_holds_no_larger_product_than_it_says(monkeypatch):
+    """The largest product is that of one sample and one group, or one part of it if it is computed in parts."""
+    for whole in (True, False):
+        problem = problem_of(*LAYERS["groups"])
+        if whole:
+            monkeypatch.setattr(shifts, "parts_of_columns", lambda *given: None)
+        else:
+            monkeypatch.setattr(shifts, "parts_of_columns", lambda *given: shifts.cost.Parts(2, 16, 42, 0.0))
+        loop = Shifts(problem, (1, *problem.geometry.out_size))
+        outputs, reduction, pixels = 3, 18, 42
+        assert loop.largest_product == (outputs * reduction * pixels if whole else 2 * reduction * 16)

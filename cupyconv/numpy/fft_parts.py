@@ -74,8 +74,9 @@ class FftParts(Fft):
     @cached_property
     def kernels_at_once(self) -> int:
         """Number of kernels of an output that are transformed together."""
-        own = self.geometry.group_channels if self.channels_at_once > 1 else min(1, self.geometry.group_channels)
-        return even_part(own, BLOCK // (OF_A_KERNEL * self._spectrum or 1))
+        if self.channels_at_once <= 1:
+            return 1
+        return even_part(self.geometry.group_channels, BLOCK // (OF_A_KERNEL * self._spectrum))
 
     @property
     def _spectrum(self) -> int:

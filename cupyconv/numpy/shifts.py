@@ -83,9 +83,8 @@ class Shifts(ConvLoop):
         if self.part * self._columns_bytes > COLUMNS_BLOCK:
             columns *= cost.FARTHER
         columns += cost.left_out(per_pixel * prod(geometry.out_size[:2]) * left_out)
-        # All phases have about the same share of the image.
-        extents = [n + sum(reach) / max(1, len(reach)) for n, reach in zip(self.block[1:3], self._reaches)]
-        elements = prod(extents) * prod(map(len, self._reaches)) * sum(row.elements for row in self._rows)
+        extents = [sum(n + more for more in reach) for n, reach in zip(self.block[1:3], self._reaches)]
+        elements = prod(extents) * sum(row.elements for row in self._rows)  # of all phases
         is_apart = geometry.stride[2] > 1
         run = width if is_apart or geometry.size[2] < width else height * width
         image = cost.copied(self.blocks * samples * geometry.in_channels * elements, run, problem.x_dtype, is_apart)
@@ -118,7 +117,7 @@ class Shifts(ConvLoop):
         geometry = problem.geometry
         pixels = COLUMNS_BLOCK // (geometry.reduction * ITEMSIZE[accumulator(problem.x_dtype)] or 1)
         # Several samples if all groups fit; of a large image, a part for one group.
-        return max(pixels // max(1, geometry.groups), min(pixels, geometry.pixels), LONG_PRODUCT), geometry.batch
+        return max(pixels // geometry.groups, min(pixels, geometry.pixels), LONG_PRODUCT), geometry.batch
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
@@ -133,12 +132,13 @@ class Shifts(ConvLoop):
     @cached_property
     def part(self) -> int:
         groups, threads = self.geometry.groups, self.problem.host.threads
-        room = (self.problem.limit - weight_copy(self.problem) - 2 * Plan.ALIGNMENT) // threads - self.index_bytes
+        copied = weight_copy(self.problem)
+        room = (self.problem.limit_with(copied) - copied - 2 * Plan.ALIGNMENT) // threads - self.index_bytes
         most = min(COLUMNS_BLOCK // (self._columns_bytes or 1), room // (self._group_bytes or 1))
-        parts = ceil(groups / max(1, most)) or 1
-        if self.blocks % threads:  # all threads have equally many
+        parts = ceil(groups / max(1, most))
+        if self.blocks % threads:  # a multiple of the threads, so that their shares are about equal
             parts = ceil(parts / threads) * threads
-        return ceil(groups / parts) or 1
+        return ceil(groups / parts)
 
     @cached_property
     def each_block(self) -> Blocks:
@@ -155,7 +155,7 @@ class Shifts(ConvLoop):
         """Bytes of a group's columns, of the largest phase of its image, and of its sums."""
         tiles = 1 + temporaries(self.geometry, self.problem.prologue)
         image = tiles * self._image_elements(self.geometry.group_channels, self.block) * self.x_dtype.itemsize
-        return image + self._columns_bytes + ceil(self.sums_bytes / max(1, self.geometry.groups))
+        return image + self._columns_bytes + ceil(self.sums_bytes / self.geometry.groups)
 
     @property
     def extra_bytes(self) -> int:
@@ -174,8 +174,8 @@ class Shifts(ConvLoop):
     def _image_elements(self, channels: int, block: BlockSize) -> int:
         """Return the elements of the largest phase of `channels` channels, and of what is read before or after it."""
         samples, depth, height, width = block
-        rows = prod(n + max(reach, default=0) for n, reach in zip((depth, height), self._reaches))
-        beyond = max((max(-firsts[0], firsts[-1] - firsts[0]) for _, firsts, _ in self._rows), default=0)
+        rows = prod(n + max(reach) for n, reach in zip((depth, height), self._reaches))
+        beyond = max(max(-firsts[0], firsts[-1] - firsts[0]) for _, firsts, _ in self._rows)
         return channels * samples * rows * width + beyond
 
     @cached_property

@@ -76,7 +76,7 @@ def part_extents(geometry: ConvGeometry) -> Iterator[tuple[Triple, Triple]]:
     """
     from scipy.fft import next_fast_len
 
-    along, longest = transformed_axes(geometry), cost.SHORTEST * 1.0
+    along, longest = transformed_axes(geometry), float(cost.SHORTEST)
     whole = geometry.out_size, geometry.kernel
     extents, taps = [1, 1, 1], [1, 1, 1]
     while any((extents[axis], taps[axis]) != (whole[0][axis], whole[1][axis]) for axis in along):
