@@ -529,7 +529,7 @@ def test_shares_take_as_often_what_the_first_one_takes(limit, words):
     for name in ("work", "calls", "turns", "flops", "blocks", "bytes_moved", "seconds"):
         assert getattr(loop, name) == loop.count * getattr(loop.first, name) > 0
     assert loop.count > 1 and loop.workspace == loop.first.workspace
-    assert str(loop).endswith(f"for each of {loop.count} {words}"), loop
+    assert str(loop).endswith(f"repeated for {loop.count} {words}"), loop
 
 
 def parts_of_tiles(x, weight, block, taps, one_by_one=False, dtype="float32", **settings):

@@ -386,8 +386,8 @@ def test_memory_of_the_image_and_of_columns_is_counted_apart(name, monkeypatch):
     loop = Shifts(problem, (1, *problem.geometry.out_size))
     block = next(iter(loop.each_block))
     loop._steps(Seen(loop.x_dtype, 1), block, block.bare_phases)
-    assert loop.part == 1 and loop.beside_bytes == sizes["tile"]
-    assert loop.workspace - loop.beside_bytes >= sizes["columns"] > 0
+    assert loop.part == 1 and loop.extra_bytes == sizes["tile"]
+    assert loop.workspace - loop.extra_bytes >= sizes["columns"] > 0
 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (3, 1)])
