@@ -29,7 +29,7 @@ from cupyconv.problem.problems import NO_SUCH_METHOD, NotApplicable, ProductsPro
 #: Multiply-adds below which Fourier transforms are used only if the caller names them.
 FEW_PRODUCTS = 1_000_000
 #: Smallest share of the workspace limit, in bytes, for which a thread is planned.
-LEAST_SHARE = 4 << 10
+MIN_THREAD_SHARE = 4 << 10
 #: A loop is cut again for half of its threads if its work on these takes up to this many times the best estimated time.
 FEWER_THREADS = 1.25
 #: Seconds of a loop's Python calls from which a plan has a note.
@@ -45,8 +45,9 @@ ELSEWHERE = {
 class Method(NamedTuple):
     """A method that ``method=`` may name: its implementations, of which the one with the least estimated time is used.
 
-    A module's name in `implementations` stands for its ``IMPLEMENTATIONS``.  The module is imported when these are first needed.  It is not
-    imported if a few operations show that the method cannot solve a problem, or that its lower bound is too high.
+    A module's name in `implementations` stands for its ``IMPLEMENTATIONS``.  The module is imported when these are first
+    needed.  It is not imported if a few operations show that the method cannot solve a problem, or that its lower bound
+    is too high.
     """
 
     implementations: str | tuple[type[BlockLoop], ...]
@@ -67,7 +68,7 @@ def winograd_refusal(problem: ProductsProblem) -> str:
     return ""
 
 
-def fft_unasked(problem: ProductsProblem) -> str:
+def fft_only_if_named(problem: ProductsProblem) -> str:
     """Return why transforms are used only if named; empty if they are chosen freely.
 
     A short call gains too little time to justify the larger errors.  With few outputs, products read no more than
@@ -83,7 +84,7 @@ def fft_unasked(problem: ProductsProblem) -> str:
 
 #: Methods that several kinds of problems have.  Kinds other than a convolution may replace `implementations`.
 WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
-FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft, fft_unasked)
+FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft, fft_only_if_named)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
@@ -108,7 +109,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
             why_not[name] = f"{cost.by_model(least[name])} or more"
             continue
         try:
-            draft = _with_room(problem, name, methods[name].implementations, best.seconds if best else inf)
+            draft = _within_limit(problem, name, methods[name].implementations, best.seconds if best else inf)
         except NotApplicable as refusal:
             why_not[name] = str(refusal)
             continue
@@ -147,7 +148,7 @@ class Draft(NamedTuple):
         )
 
 
-def _with_room(
+def _within_limit(
     problem: ProductsProblemT, method: str, implementations: str | tuple[type[BlockLoop], ...], other: float
 ) -> Draft:
     """Return the draft with the least estimated time; `other` is the time of another method.
@@ -164,7 +165,7 @@ def _with_room(
     best: Draft | None = None
     while True:
         host = problem.host
-        fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
+        fewer = max(1, min(host.threads // 2, problem.limit // MIN_THREAD_SHARE))
         on_fewer = {}
         for implementation in to_try:
             if best is None or implementation.turn_calls * cost.CALL < best.seconds:

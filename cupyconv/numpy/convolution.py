@@ -101,8 +101,9 @@ def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
 class ConvLoop(PixelLoop):
     """A convolution block by block; a subclass is one implementation, which computes the sums of a block.
 
-    A new one defines `name`, `description`, `applies`, `aim`, `workspace`, `sums`, and overrides what it needs of the members
-    above the comment "Shared by all implementations".  Its module lists it in ``IMPLEMENTATIONS`` and has an entry in `METHODS`.
+    A new one defines `name`, `description`, `applies`, `aim`, `workspace`, `sums`, and overrides what it needs of the
+    members above the comment "Shared by all implementations".  Its module lists it in ``IMPLEMENTATIONS`` and has an
+    entry in `METHODS`.
     """
 
     #: Workspace in bytes that each thread needs.  With less, calls are so short that threads wait for each other.

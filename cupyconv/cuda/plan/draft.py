@@ -179,7 +179,7 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
 
 
 def drafted(candidates: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Draft], list[tuple[T, str]]]:
-    """Return the drafts of all `implementations` that apply, and the other ways with the reason why they do not."""
+    """Return the drafts of all `candidates` that apply, and the others with the reason why they do not."""
     drafts, refusals = [], []
     for candidate in candidates:
         try:
@@ -190,7 +190,7 @@ def drafted(candidates: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[li
 
 
 def cheapest_of(candidates: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel) -> Draft:
-    """Return the cheapest draft of all `implementations` that apply; if none does, raise `NotApplicable` with the last reason."""
+    """Return the cheapest draft of all `candidates` that apply; if none does, raise `NotApplicable` with the last reason."""
     drafts, refusals = drafted(candidates, draft_of)
     if not drafts:
         raise NotApplicable(refusals[-1][1])
