@@ -372,17 +372,27 @@ class Fft(ConvLoop):
         return sums
 
 
+def _of_all_shares(name: str) -> Any:
+    """Return a property of `FftShares`: that of the first share times the number of shares."""
+    return property(lambda shares: shares.count * getattr(shares.first, name))
+
+
 @dataclass(frozen=True)
 class FftShares(Fft):
-    """Compute shares of a convolution one after the other, each with some groups or some outputs of one group.
+    """Shares of a convolution, one after the other: of some groups, or of some outputs of a group.
 
-    All shares are cut like the first one and cost the same.  The loop of a share is made when it runs, because there
-    may be thousands.
+    All shares are cut like the first one and cost as much.  A share's loop is made when it runs: there may be thousands.
     """
 
     #: The loop of the first share, and the number of shares.
     first: Any = None
     count: int = 1
+
+    blocks, turns, calls, work = map(_of_all_shares, ("blocks", "turns", "calls", "work"))
+    flops, bytes_moved = map(_of_all_shares, ("flops", "bytes_moved"))
+
+    def seconds_on(self, threads: int) -> float:
+        return float(self.count * self.first.seconds_on(threads))
 
     @cached_property
     def threads(self) -> int:
@@ -391,33 +401,6 @@ class FftShares(Fft):
     @property
     def workspace(self) -> int:
         return int(self.first.workspace)
-
-    @cached_property
-    def blocks(self) -> int:
-        return int(self.count * self.first.blocks)
-
-    def seconds_on(self, threads: int) -> float:
-        return float(self.count * self.first.seconds_on(threads))
-
-    @property
-    def work(self) -> float:
-        return float(self.count * self.first.work)
-
-    @property
-    def turns(self) -> int:
-        return int(self.count * self.first.turns)
-
-    @property
-    def calls(self) -> float:
-        return float(self.count * self.first.calls)
-
-    @property
-    def flops(self) -> int:
-        return int(self.count * self.first.flops)
-
-    @property
-    def bytes_moved(self) -> int:
-        return int(self.count * self.first.bytes_moved)
 
     def __str__(self) -> str:
         groups, outputs = self.first.geometry.groups, self.first.geometry.group_outputs
