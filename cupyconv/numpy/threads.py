@@ -318,9 +318,9 @@ class Blas:
             return work()
         finally:
             try:
-                self._evict(holder)
+                self._release(holder)
             except BaseException:
-                self._evict(holder)
+                self._release(holder)
                 raise
 
     def _hold(self, holder: object) -> None:
@@ -331,7 +331,7 @@ class Blas:
                 self._before = self._before or numbers
                 self._set([1] * len(numbers))
 
-    def _evict(self, holder: object) -> None:
+    def _release(self, holder: object) -> None:
         with self._lock:
             self._holders.discard(holder)
             if not self._holders:
