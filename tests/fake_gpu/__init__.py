@@ -53,17 +53,17 @@ def is_installed() -> bool:
 
 
 _installed = False
-_evict: Callable[[], None]
+_let_go: Callable[[], None]
 
 
 def let_go() -> None:
     """Make every later CUDA call return at once without effect, for good: what remains is CuPy's and our own time."""
-    _evict()
+    _let_go()
 
 
 def install() -> None:
     """Provide CuPy with its GPUs, before it is imported."""
-    global _installed, _evict
+    global _installed, _let_go
     _installed = True
     assert "cupy" not in sys.modules, "CuPy has been imported, and has met the machine's own CUDA"
     from tests.fake_gpu import libraries
@@ -74,8 +74,8 @@ def install() -> None:
 
     os.environ["CUPY_ACCELERATORS"] = ""  # the wheel contains CUB's kernels, compiled for a GPU
     os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
-    _evict = partial(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
-    atexit.register(_evict)
+    _let_go = partial(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
+    atexit.register(_let_go)
     for module, soname, functions in (
         (libraries.wheel_module("libs", "cublas"), "libcublas.so.13", CUBLAS),
         (libraries.wheel_module("libs", "curand"), "libcurand.so.10", CURAND),
