@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from lru_caches import clear_lru_caches
 from numpy.lib.stride_tricks import as_strided
 
 import cupyconv
@@ -144,7 +144,7 @@ def seconds_to_plan(
     times = []
     with cupyconv.options(**settings):
         for _ in range(3):
-            forget()
+            clear_lru_caches()
             start = time.process_time()
             try:
                 planned(function, *arguments, on=on, **named)
@@ -154,15 +154,6 @@ def seconds_to_plan(
             if times[-1] < MOST / 2:
                 break
     return min(times)
-
-
-def forget() -> None:
-    """Clear what planning caches between calls, as in a new process."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("cupyconv."):
-            for function in list(vars(module).values()):
-                if hasattr(function, "cache_clear"):
-                    function.cache_clear()
 
 
 def planned(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:

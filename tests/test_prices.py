@@ -17,6 +17,7 @@ import pytest
 import test_conv_chain as chains
 from hypothesis import given
 from hypothesis import strategies as st
+from lru_caches import clear_lru_caches
 from plans import array
 from strategies import share_of_examples
 from test_every_numpy_plan import (
@@ -72,14 +73,12 @@ def prices(monkeypatch):
         if (name in PRICES or module is not cost) and name.isupper()
         if name[0] != "_" and type(value) in (float, tuple, dict) and scaled(value, 2.0) != value
     ]
-    kept = {each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")}
 
     def put(by: float, alone: str = "") -> None:
         for module, name, value in known:
             if not alone or (module, name) == (cost, alone):
                 monkeypatch.setattr(module, name, scaled(value, by))
-        for each in kept:
-            each.cache_clear()
+        clear_lru_caches()
 
     yield put
     monkeypatch.undo()
