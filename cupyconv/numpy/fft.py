@@ -90,10 +90,10 @@ def best_cut(implementation: type[Fft], problem: ConvProblem, fixed: int, limit:
         return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
 
     for tiling in implementation.tilings(geometry):
-        smallest = loop_of(tiling, len(sizes) - 1)
-        if needed(smallest) > limit:
-            least = min(least or needed(smallest), needed(smallest))
-            if needed(smallest) > 2 * limit:
+        smallest = needed(loop_of(tiling, len(sizes) - 1))
+        if smallest > limit:
+            least = min(least or smallest, smallest)
+            if smallest > 2 * limit:
                 break  # the tiles that follow are larger
             continue
         # The largest share that fits; smaller ones need less.
