@@ -23,10 +23,12 @@ from cupyconv.numpy import (
     weight_runs,
 )
 from cupyconv.numpy.choice import Method
+from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from tests import reference, reference_gradients
 from tests.peak_memory import peak_bytes
+from tests.plans import array
 
 METHODS = ("gemm", "direct")
 
@@ -225,20 +227,21 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
     x, weight = np.ones((1, *shape), np.float32), np.ones((1, 1, *kernel), np.float32)
     with cupyconv.options(allow_fft=False):
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same")
-    assert plan.method == "gemm" and isinstance(plan.steps[0], toeplitz.ToeplitzLoop)
+    assert plan.method == "gemm" and isinstance(plan.steps[0], toeplitz.ChannelProducts)
     named = cupyconv.explain(cupyconv.conv, x, weight, padding="same", method="direct")
     assert isinstance(named.steps[0], depthwise.ScaledRuns)
 
 
-def test_a_layer_of_a_millisecond_is_divided():
+def test_a_layer_of_a_millisecond_is_divided(monkeypatch):
     """Two threads took 0.65 to 0.93 of one's time for layers of 0.7 ms and more; for less, waking costs the gain."""
+    monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((ToeplitzRows,)))
+    forget_calls()
     weight = np.ones((96, 1, 3, 3), np.float32)
     with cupyconv.options(threads=2):
         plans = [
             cupyconv.explain(cupyconv.conv, np.ones((1, 96, size, size), np.float32), weight, groups=96, method="gemm")
             for size in (64, 82)
         ]
-    assert all(isinstance(plan.steps[0], ToeplitzRows) for plan in plans)
     assert [plan.steps[0].threads for plan in plans] == [1, 2]
 
 
@@ -293,6 +296,27 @@ def test_views_of_rows_are_made_once_and_their_zeros_written_each_time(name, thr
     cupyconv.clear_caches()
     # At most once for each block that a thread may compute first, not for each call.
     assert 1 <= len(made) <= threads * 2
+
+
+@pytest.mark.parametrize(
+    "shape, kernel, settings, expected",
+    [
+        ((1, 384, 14, 14), (3, 3), dict(padding=1), ShiftedRows),
+        ((8, 256, 14, 14), (3, 3), dict(padding=1), ShiftedRows),
+        ((1, 120, 28, 28), (5, 5), dict(padding=2), ShiftedRows),
+        ((1, 64, 16, 28, 28), (3, 3, 3), dict(padding=1), ShiftedRows),
+        ((1, 128, 56, 56), (3, 1), dict(padding=(1, 0)), ToeplitzRows),
+        ((1, 96, 56, 56), (7, 7), dict(padding=3), ToeplitzRows),
+        ((1, 3, 1024, 1024), (5, 5), dict(padding=2), ToeplitzRows),
+        ((1, 128, 4000), (7,), dict(padding=3), ToeplitzRuns),
+    ],
+)
+def test_rows_are_shifted_for_many_channels_and_few_taps(shape, kernel, settings, expected):
+    """For these layers shifted rows took 0.65 to 0.82 of the time of Toeplitz rows, or 1.0 to 2.4 on one thread."""
+    x, weight = array(*shape), array(shape[1], 1, *kernel)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, groups=shape[1], method="gemm", **settings)
+    assert type(plan.steps[0]) is expected
 
 
 @pytest.mark.parametrize("method, channels, size", [("direct", 128, 92), ("gemm", 0, 300_000)])
@@ -364,7 +388,7 @@ def test_channels_that_are_last_stay_last():
 
 def test_many_outputs_of_one_channel_are_products_of_columns():
     x, weight = np.ones((1, 1, 512, 512), np.float32), np.ones((32, 1, 3, 3), np.float32)
-    assert not isinstance(cupyconv.explain(cupyconv.conv, x, weight).steps[0], toeplitz.ToeplitzLoop)
+    assert not isinstance(cupyconv.explain(cupyconv.conv, x, weight).steps[0], toeplitz.ChannelProducts)
 
 
 @pytest.mark.parametrize("size, stride", [(5, 1), (7, 1), (14, 2)])

@@ -30,6 +30,7 @@ from cupyconv.numpy.convolution import (
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gemm import IMPLEMENTATIONS as COLUMNS_IMPLEMENTATIONS
 from cupyconv.numpy.shared_columns import is_in_order, mec_bytes, mec_columns, mec_part
+from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.toeplitz_line import ToeplitzLine
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
@@ -322,6 +323,6 @@ class ScaledTaps(ScaledLoop):
 DEPTHWISE = {
     "winograd": WINOGRAD,
     "fft": FFT,
-    "gemm": Method((ToeplitzLine, ToeplitzRows, ToeplitzRuns, *COLUMNS_IMPLEMENTATIONS)),
+    "gemm": Method((ToeplitzLine, ShiftedRows, ToeplitzRows, ToeplitzRuns, *COLUMNS_IMPLEMENTATIONS)),
     "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap)),
 }

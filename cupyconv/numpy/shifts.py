@@ -121,13 +121,7 @@ class Shifts(ConvLoop):
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        loop, width = super().fitted(problem, fixed, limit), problem.geometry.out_size[2]
-        if loop.block[3] < width:
-            loop = cls(problem, (1, 1, 1, width))
-            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
-            if needed > limit:
-                raise problem.does_not_fit("a row", needed, limit)
-        return loop
+        return cls.of_whole_rows(super().fitted(problem, fixed, limit), fixed, limit)
 
     @cached_property
     def part(self) -> int:

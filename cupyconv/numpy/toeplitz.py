@@ -50,17 +50,17 @@ def within(stride: int, offset: int, size: int, outputs: int) -> slice:
     return slice(start, max(start, min(outputs, -((offset - size) // stride))))
 
 
-class ToeplitzLoop(ConvLoop):
-    """Multiply the image by matrices with a channel's kernel on their diagonals, some channels at a time."""
+class ChannelProducts(ConvLoop):
+    """Multiply each channel's elements by matrices of its kernel, some channels at a time."""
 
     smallest = 1
     turn_calls = 20
     thread_bytes = COPIES_BLOCK
 
     @classmethod
-    @abstractmethod
     def rough_seconds(cls, problem: ConvProblem) -> float:
-        """Return a rough estimate of one thread's time, independent of the block size."""
+        """Return a rough estimate of one thread's time, independent of the block size; 0 if threads gain nothing."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -148,7 +148,7 @@ class ToeplitzLoop(ConvLoop):
         """Whether products read the image in place."""
 
     #: Bytes that one turn may copy and compute for its groups.
-    groups_bytes: ClassVar[int]
+    groups_bytes: ClassVar[int] = 0
 
     @property
     @abstractmethod

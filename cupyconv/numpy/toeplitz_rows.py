@@ -28,7 +28,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz, within
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ChannelProducts, reach, strided, sum_is_finite, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
@@ -88,7 +88,7 @@ class Steps(NamedTuple):
     not_read: Sequence[tuple[Any, ...]] = ()  # where the result is zero
 
 
-class ToeplitzRows(ToeplitzLoop):
+class ToeplitzRows(ChannelProducts):
     """Compute neighbouring rows of outputs together: matrices times rows of the image, summed over the other taps."""
 
     name = "Toeplitz rows"

@@ -23,7 +23,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz, within
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ChannelProducts, reach, strided, sum_is_finite, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
@@ -40,7 +40,7 @@ COPIED_ELEMENTS = 8192
 OF_RUNS, CHECK = 1.5, 2.3e-9
 
 
-class ToeplitzRuns(ToeplitzLoop):
+class ToeplitzRuns(ChannelProducts):
     """Compute neighbouring outputs along the width together: windows of the image, read in place, times matrices."""
 
     name = "Toeplitz runs"

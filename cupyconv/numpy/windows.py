@@ -215,6 +215,28 @@ def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
     return [(range(first, taps, period), gap // common) for first in range(min(period, taps))]
 
 
+def line_regions(windows: Windows, block: tuple[range, ...], row: int) -> tuple[tuple[Region, ...], ...]:
+    """Return the regions that lines read, for every tap along depth and height and every phase along the width.
+
+    A line has rows of `row` elements of a phase, from the first element of the image on, without padding before it.
+    """
+    key = windows, block[:2], row
+    regions = _LINE_REGIONS.get(key)
+    if regions is None:
+        outputs = *block[:2], range(row)
+        taps = product(range(windows.kernel[0]), range(windows.kernel[1]), range(windows.stride[2]))
+        offsets = (
+            (i * windows.dilation[0] - windows.before[0], j * windows.dilation[1] - windows.before[1], phase)
+            for i, j, phase in taps
+        )
+        regions = tuple(boxes(windows, outputs, windows.stride, own) for own in offsets)
+        _LINE_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
+    return regions
+
+
+_LINE_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(CACHED_REGIONS)
+
+
 class BareRow(NamedTuple):
     """A row without padding that a phase of taps along the width reads; these rows are adjacent in memory."""
 
@@ -439,6 +461,10 @@ class Block:
         """Regions that each tap reads; `tap_regions` caches them, not the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
+    def lines(self, row: int) -> tuple[tuple[Region, ...], ...]:
+        """Regions that lines with rows of `row` elements read; `line_regions` caches them."""
+        return line_regions(self.geometry, self._ranges[1:], row)
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases of the stride and the regions that they read; `phase_regions` caches them."""
@@ -525,6 +551,11 @@ class Images:
     ) -> None:
         self.inputs, self.scratch, self._transform = inputs, scratch, transform
         self.channels = inputs[-1][1].stop if inputs else 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is exactly one input, without a prologue."""
+        return len(self.inputs) == 1 and self._transform is None
 
     def read(self, regions: tuple[Region, ...], block: Block, target: np.ndarray) -> None:
         """Copy boxes of a block's samples to `target`: (channels, samples, d, h, w) or (groups, channels, ...)."""

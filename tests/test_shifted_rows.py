@@ -1,0 +1,314 @@
+"""Depthwise convolution by shifted rows: strides, dilations, ends of rows and parts, against the naive reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from peak_memory import peak_bytes
+from plans import array
+from test_depthwise import by_windows, depthwise_calls
+from tolerance import assert_exact
+
+import cupyconv
+from cupyconv.call.explain import checked_call
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import backend, depthwise, shifted_rows, toeplitz
+from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.choice import Method
+from cupyconv.numpy.shifted_rows import ShiftedRows
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel, NotApplicable
+
+#: Samples, channels, outputs, spatial size, kernel, settings.
+LAYERS = {
+    "same": (1, 6, 6, (7, 6), (3, 3), dict(padding=1)),
+    "samples": (3, 4, 4, (7, 6), (3, 3), dict(padding=1)),
+    "outputs": (2, 4, 8, (7, 6), (3, 5), dict(padding="same")),
+    "no padding": (2, 4, 4, (7, 9), (3, 4), dict()),
+    "padding on one side": (1, 4, 4, (7, 9), (3, 4), dict(padding=((0, 2), (1, 0)))),
+    "more padding than taps read": (1, 4, 4, (3, 4), (2, 3), dict(padding=((3, 2), (5, 4)))),
+    "wide kernel": (2, 4, 4, (5, 4), (3, 9), dict(padding="same")),
+    "tall kernel": (1, 4, 4, (4, 9), (9, 2), dict(padding="same")),
+    "stride": (2, 4, 4, (9, 8), (3, 3), dict(stride=2, padding=1)),
+    "stride, odd": (1, 4, 4, (9, 11), (5, 3), dict(stride=(3, 2), padding=(2, 1))),
+    "stride, a line": (1, 4, 4, (9, 8), (3, 2), dict(stride=2)),
+    "stride, whole phases": (1, 4, 4, (9, 8), (3, 4), dict(stride=2, padding=1)),
+    "stride beyond the kernel": (1, 4, 4, (9, 11), (2, 2), dict(stride=3, padding=1)),
+    "stride of one row": (2, 4, 4, (1, 21), (1, 5), dict(stride=(1, 2), padding=(0, 2))),
+    "dilation": (1, 4, 4, (9, 11), (3, 3), dict(dilation=(2, 3), padding="same")),
+    "dilation beyond the image": (1, 4, 4, (4, 3), (3, 3), dict(dilation=5, padding=5)),
+    "stride and dilation": (1, 4, 4, (12, 10), (3, 3), dict(stride=(2, 4), dilation=(3, 2), padding=(3, 2))),
+    "stride and more dilation": (1, 4, 4, (12, 21), (3, 4), dict(stride=(1, 2), dilation=(1, 5), padding=(1, 8))),
+    "a border that nothing reads": (1, 4, 4, (6, 7), (3, 3), dict(padding_mode="reflect", padding="valid")),
+    "3-D": (2, 4, 4, (4, 5, 3), (3, 2, 3), dict(padding="same")),
+    "3-D, stride": (1, 4, 8, (5, 4, 7), (3, 1, 3), dict(stride=(2, 1, 2), padding=(1, 0, 1))),
+}
+
+
+@pytest.fixture(autouse=True)
+def shifted_rows_only(monkeypatch):
+    monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((ShiftedRows,)))
+    forget_calls()
+    yield
+    forget_calls()
+
+
+def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
+    """Return a layer's arrays, its settings, and its result."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 4, (batch, channels, *size)).astype(dtype)
+    weight = rng.integers(-3, 4, (outputs, 1, *kernel)).astype(dtype)
+    if np.dtype(dtype).kind == "c":
+        x, weight = x + 1j * x[::-1, ::-1], weight - 2j * weight[::-1]
+    settings = dict(settings, groups=channels, method="gemm")
+    return x, weight, settings, reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
+
+
+def problem_of(batch, channels, outputs, size, kernel, settings, dtype="float32", threads=1, limit=16 << 20):
+    """Return the problem of a layer of `LAYERS`, without arrays."""
+    x, weight = array(batch, channels, *size, dtype=dtype), array(outputs, 1, *kernel, dtype=dtype)
+    problem = checked_call(cupyconv.conv, x, weight, groups=channels, **settings).problem
+    return replace(problem, machine=HostModel(threads), workspace_limit=limit)
+
+
+@pytest.mark.parametrize("block", [640 << 10, 2_000, 1], ids=["whole", "bands and parts", "rows"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer(name, dtype, block, monkeypatch):
+    monkeypatch.setattr(shifted_rows, "LINES_BLOCK", block)
+    monkeypatch.setattr(ShiftedRows, "smallest", 1)
+    x, weight, settings, expected = layer(*LAYERS[name], dtype)
+    with cupyconv.options(threads=2):
+        (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
+        assert loop.name == "shifted rows" and loop.threads == 1
+        assert_exact(cupyconv.conv(x, weight, **settings), expected, dtype)
+
+
+@given(call=depthwise_calls())
+def test_any_layer(call):
+    x, weight, settings = call
+    try:
+        result = cupyconv.conv(x, weight, method="gemm", **settings)
+    except ValueError as refusal:
+        assert "no implementation applies" in str(refusal)
+        return
+    assert np.array_equal(result, by_windows(x, weight, **settings))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("name", ["same", "stride", "outputs"])
+def test_bias_residual_activation_prologue_and_several_inputs(name, last):
+    x, weight, settings, _ = layer(*LAYERS[name])
+    rng = np.random.default_rng(1)
+    scale, shift, bias = (rng.integers(-2, 3, count).astype(np.float32) for count in (4, 4, len(weight)))
+    scale, shift = (np.resize(vector, x.shape[1]) for vector in (scale, shift))
+    read = np.maximum(x * scale[:, None, None] + shift[:, None, None], 0)
+    y = reference.conv([read], weight, **{k: v for k, v in settings.items() if k != "method"})
+    residual = rng.integers(-3, 4, y.shape).astype(np.float32)
+    if last:
+        x = np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    given = settings | dict(prologue=(scale, shift, "relu"))
+    assert_exact(cupyconv.conv(x, weight, **given), y, "float32")
+    expected = np.maximum(y + bias[:, None, None] + residual, 0)
+    actual = cupyconv.conv([x[:, :1], x[:, 1:]], weight, bias, residual=residual, activation="relu", **given)
+    assert_exact(actual, expected, "float32")
+
+
+@pytest.mark.parametrize("where", ["x", "weight"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, value, where):
+    """Neither zeros of the matrix nor the next row of pixels spread them, and times padding they are NaN."""
+    x, weight, settings, _ = layer(*LAYERS[name])
+    spoilt = {"x": x, "weight": weight}[where]
+    for place in (0, spoilt.size // 2, spoilt.size - 1):
+        before, spoilt.flat[place] = spoilt.flat[place], value
+        with np.errstate(invalid="ignore"):
+            expected = reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
+        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
+        spoilt.flat[place] = before
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_finite_sums_are_not_computed_again(name, monkeypatch):
+    monkeypatch.delattr(toeplitz, "scale_windows")
+    x, weight, settings, expected = layer(*LAYERS[name])
+    assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
+
+
+def test_weights_whose_squares_are_too_large_are_right_too():
+    x, weight, settings, expected = layer(*LAYERS["same"], "float32")
+    result = cupyconv.conv(x, weight * np.float32(2) ** 100, **settings)
+    assert_exact(result * np.float32(2) ** -100, expected, "float32")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_memory_may_have_held_anything_before(name):
+    """Other loops use the same memory: elements that nothing writes in this call are not read, or set to zero."""
+    cupyconv.clear_caches()
+    x, weight, settings, expected = layer(*LAYERS[name])
+    for _ in range(3):
+        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
+        for buffers in list(backend.cached_scratch(x.dtype)._all.values()):
+            for key, memory in list(buffers.items()):
+                if type(key) is str:
+                    memory.fill(255)  # not a number
+    cupyconv.clear_caches()
+
+
+@pytest.mark.parametrize("limit", [40_000, 20_000, 12_000])
+def test_the_limit_holds(limit):
+    x, weight, settings, expected = layer(2, 12, 12, (15, 14), (3, 3), dict(padding=1))
+    with cupyconv.options(workspace_limit=limit, threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, **settings)
+        assert plan.workspace_bytes <= limit
+        assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
+    with cupyconv.options(workspace_limit=200), pytest.raises(ValueError, match="bytes of workspace, the limit is 200"):
+        cupyconv.conv(x, weight, **settings)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("settings", [dict(padding=1), dict(stride=2, padding=1), dict()], ids=str)
+def test_the_smallest_block_is_a_row_of_one_channel(settings, threads):
+    """The bytes that a refusal names are enough for this block, and one byte less is refused."""
+    refusals, limit = [], 300
+    while True:
+        problem = problem_of(2, 4, 4, (9, 90), (3, 3), settings, threads=threads, limit=limit)
+        try:
+            (loop,), nbytes = ShiftedRows.loops(problem)
+            break
+        except NotApplicable as refusal:
+            refusals.append(str(refusal))
+            assert refusal.needed > limit
+            limit = refusal.needed
+    assert refusals[-1].startswith(f"a row needs {limit:,} bytes")
+    assert loop.block == (1, 1, 1, problem.geometry.out_size[2]) and loop.several == 1
+    assert sum(nbytes.values()) + 2 * Plan.ALIGNMENT <= limit
+    with pytest.raises(NotApplicable, match="a row needs"):
+        ShiftedRows.loops(replace(problem, workspace_limit=limit - 1))
+
+
+@pytest.mark.parametrize(
+    "size, kernel, settings, applies",
+    [
+        ((7, 6), (3, 3), dict(padding=1), True),
+        ((7, 6), (3, 1), dict(padding=(1, 0)), False),  # nothing to add
+        ((7, 6), (1, 3), dict(), False),  # a product of one line
+        ((7, 6), (1, 3), dict(stride=2), True),
+        ((7, 6), (3, 3), dict(padding=1, padding_mode="edge"), False),
+        ((7, 6), (3, 3), dict(padding_mode="edge", padding="valid"), True),
+        ((70, 6), (64, 2), dict(), True),
+        ((70, 6), (65, 2), dict(), False),
+        ((70, 6), (32, 2), dict(stride=(1, 2)), True),
+        ((70, 6), (32, 2), dict(stride=(1, 3)), False),
+    ],
+    ids=str,
+)
+def test_it_is_for_lines_that_are_added_and_for_zeros_at_their_ends(size, kernel, settings, applies):
+    assert bool(ShiftedRows.applies(problem_of(1, 4, 4, size, kernel, settings))) is applies
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("settings", [{}, dict(activation="gelu"), dict(dtype="float16")], ids=str)
+def test_it_takes_the_memory_that_it_says(name, settings):
+    """A plan counts at least as many bytes as a run allocates, and at most three times as many."""
+    settings, (batch, channels, outputs, size, kernel, own) = dict(settings), LAYERS[name]
+    dtype = settings.pop("dtype", "float32")
+    size = [8 * n for n in size] if len(size) == 2 else [3 * n for n in size]
+    x, weight, settings, _ = layer(batch, 8 * channels, 8 * outputs, size, kernel, own | settings, dtype)
+    vectors = np.ones(x.shape[1], dtype)
+    settings |= dict(prologue=(vectors, vectors, "relu"))
+    out = cupyconv.conv(x, weight, **settings)
+    with cupyconv.options(threads=1):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, **settings)
+        cupyconv.conv(x, weight, out=out, **settings)
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, **settings))
+    assert plan.workspace_bytes / 3 <= peak <= plan.workspace_bytes + 100_000
+
+
+class Seen(Scratch):
+    """Scratch memory that remembers the bytes of its arrays."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype, 1)
+        self.sizes = {}
+
+    def array(self, name, shape, dtype=None):
+        array = super().array(name, shape, dtype)
+        self.sizes[name] = array.nbytes
+        return array
+
+
+def steps_of(loop, is_result):
+    """Return the views for a loop's first block, and the bytes of their arrays by name."""
+    block, scratch = next(iter(loop.each_block)), Seen(loop.x_dtype)
+    return loop._steps(scratch, block.lines(loop._row), block.sums_shape, is_result), scratch.sizes
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_lines_that_are_read_and_other_memory_are_counted_apart(name):
+    """A fused chain has one layer's lines in memory next to another layer's."""
+    problem = problem_of(*LAYERS[name])
+    loop = ShiftedRows(problem, (1, *problem.geometry.out_size))
+    _, sizes = steps_of(loop, is_result=False)
+    assert loop.workspace - loop.extra_bytes == sizes["lines read"] > 0
+    assert loop.extra_bytes >= sizes["lines"] + sizes["line sums"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_estimated_time_counts_all_that_a_run_does(name, monkeypatch):
+    """It counts the elements of lines that are copied, computed and added, of zeros, and of sums that are copied."""
+    problem = problem_of(*LAYERS[name])
+    geometry = problem.geometry
+    loop = ShiftedRows(problem, (geometry.batch, *geometry.out_size))
+    steps, _ = steps_of(loop, is_result=loop._row == geometry.out_size[2])
+    turn = steps.turns[loop.several]
+    read, written = sum(line.size for line in turn.read), sum(place.size for row in turn.places for place in row)
+    times = geometry.groups // loop.several
+
+    def work(**seconds):
+        for constant in ("COPY", "APART", "PRODUCT", "READ", "ADD", "BEGIN"):
+            monkeypatch.setattr(shifted_rows, constant, seconds.get(constant, 0))
+        for function in ("left_out", "copied"):
+            monkeypatch.setattr(shifted_rows.cost, function, seconds.get(function, lambda *given: 0))
+        return loop.products_work
+
+    assert loop.several * times == geometry.groups
+    is_apart = geometry.stride[2] > 1
+    assert work(COPY=1) == (not is_apart) * times * read
+    assert work(APART=1) == is_apart * times * read
+    assert work(PRODUCT=1) == times * written
+    assert work(READ=1) == times * written * len(turn.read)
+    assert work(ADD=1) == times * sum(run.size for run in turn.runs)
+    assert work(BEGIN=1) == geometry.groups * (1 + problem.geometry.group_outputs * geometry.batch)
+    assert work(left_out=lambda elements: elements) == times * sum(zeros.size for zeros in turn.zeros)
+    copied = 0 if turn.pixels is None else times * turn.pixels.size
+    assert work(copied=lambda elements, run, dtype: elements) == copied
+    assert work() == 0
+
+
+def test_channels_of_a_result_with_other_strides_are_computed_in_parts():
+    """Their sums are an array of their own, which stays in cache."""
+    x = np.ones((1, 90, 90, 96), np.float32).transpose(0, 3, 1, 2)
+    weight = np.ones((96, 1, 3, 3), np.float32)
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=96, method="gemm").steps
+    assert loop.part < 96 and loop.part * loop.sums_bytes // 96 <= depthwise.CACHE_BLOCK
+    first_last = np.ascontiguousarray(x)
+    (loop,) = cupyconv.explain(cupyconv.conv, first_last, weight, padding=1, groups=96, method="gemm").steps
+    assert loop.part == 96
+    settings = dict(padding=1, groups=96, method="gemm")
+    assert np.array_equal(cupyconv.conv(x, weight, **settings), cupyconv.conv(first_last, weight, **settings))
+
+
+@pytest.mark.parametrize("batch, channels, outputs", [(2, 0, 0), (0, 4, 4), (2, 4, 0)])
+def test_layers_without_samples_channels_or_outputs(batch, channels, outputs):
+    x, weight = np.ones((batch, channels, 5, 6), np.float32), np.ones((outputs, 1, 3, 3), np.float32)
+    if not channels:
+        weight = np.ones((0, 0, 3, 3), np.float32)
+    result = cupyconv.conv(x, weight, padding=1, groups=max(1, channels), method="auto")
+    assert result.shape == (batch, outputs, 5, 6)
