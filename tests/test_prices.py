@@ -135,9 +135,10 @@ def test_no_price_makes_a_chain_take_less(of, prices):
 #: there may be then, because blocks are cut differently, and products cover more or fewer taps.
 GROWING = "plain", "strides", "a border", "groups", "depthwise", "many samples", "one tap", "complex"
 TIMES, LEAST, MOST = 4, 0.1, 16.0
-#: Work that a larger problem may not need: copies of a factor that is then read in place, or a product with a vector.
+#: Work that a larger problem may not need: copies of a factor that is then read in place, a product with a vector, or
+#: multiply-adds of a whole product, if its parts are priced by their steps.
 #: `PRODUCT` counts products, whose number depends only on how they are cut.
-SPARED = "COPY", "RUN", "ADD", "PACK", "BY_VECTOR"
+SPARED = "COPY", "RUN", "ADD", "PACK", "BY_VECTOR", "MULTIPLY_ADD"
 
 
 def larger(of: str, axis: str) -> Call:

@@ -21,6 +21,8 @@ from cupyconv.numpy import (
     weight_channels,
     weight_gradient,
 )
+from cupyconv.numpy.shifted_rows import ShiftedRows
+from cupyconv.numpy.weight_lines import GradientLines
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -52,7 +54,8 @@ def small_cache(request, monkeypatch):
     monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products are, because no other implementation applies.
     others = (weight_gradient.GradientColumns, weight_gradient.GradientTaps, weight_channels.GradientChannels)
-    for implementation in (gemm.Columns, shifts.Shifts, direct.TapByTap, depthwise.ScaledPixels, *others):
+    others = (ShiftedRows, GradientLines, direct.TapByTap, depthwise.ScaledPixels, *others)
+    for implementation in (gemm.Columns, shifts.Shifts, *others):
         monkeypatch.setattr(implementation, "applies", lambda problem: False)
     forget_calls()
     yield

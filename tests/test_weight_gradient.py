@@ -19,6 +19,7 @@ from cupyconv.numpy import shared_columns
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
+from cupyconv.numpy.weight_lines import GradientLines
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import WeightGradientLoop
@@ -62,6 +63,7 @@ def explained(grad, x, kernel, limit=None, **arguments):
         ("columns", (3, 3), {"groups": 2}),
         ("view", (1, 1), {}),
         ("taps", (3, 3), {"padding": 1, "method": "direct"}),
+        ("lines", (3, 3), {"groups": 2, "padding": 1}),
         ("strips", (3, 3), {"groups": 12}),
         ("strips", (3, 4), {"groups": 12, "padding": 1}),
         ("multiplied runs", (3, 3), {"groups": 12, "method": "direct"}),
@@ -77,7 +79,8 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
         monkeypatch.setattr(shared_columns, "MEMORY_BLOCK", 64)
         for implementation in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
             monkeypatch.setattr(implementation, "applies", lambda problem: False)
-    for implementation in (GradientStrips, GradientRuns):
+    monkeypatch.setattr(GradientLines, "applies", lambda problem: body == "lines")
+    for implementation in (GradientStrips, GradientRuns, GradientLines):
         if body == implementation.name:
             monkeypatch.setattr(implementation, "turn_calls", 0)
             monkeypatch.setattr(implementation, "seconds", 0.0)

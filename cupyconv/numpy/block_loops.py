@@ -208,6 +208,17 @@ class PixelLoop(BlockLoop):
         on_top = limit - problem.limit
         return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples, on_top))
 
+    @classmethod
+    def of_whole_rows(cls, loop: Self, fixed: int, limit: int) -> Self:
+        """Return a loop whose blocks have whole rows: `loop`, or one with a row per block if these fit the limit."""
+        problem, width = loop.problem, loop.geometry.out_size[2]
+        if loop.block[3] < width:
+            loop = cls(problem, (1, 1, 1, width))
+            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
+            if needed > limit:
+                raise problem.does_not_fit("a row", needed, limit)
+        return loop
+
     @cached_property
     def inputs(self) -> list[tuple[str, slice]]:
         """Name of each input, and its slice of the concatenated channels."""

@@ -171,17 +171,6 @@ class ConvLoop(PixelLoop):
         blocks = loop.threads * (loop.workspace + loop.index_bytes)
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
 
-    @classmethod
-    def of_whole_rows(cls, loop: Self, fixed: int, limit: int) -> Self:
-        """Return a loop whose blocks have whole rows: `loop`, or one with a row per block if these fit the limit."""
-        problem, width = loop.problem, loop.geometry.out_size[2]
-        if loop.block[3] < width:
-            loop = cls(problem, (1, 1, 1, width))
-            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
-            if needed > limit:
-                raise problem.does_not_fit("a row", needed, limit)
-        return loop
-
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:
         return self.geometry.groups, self.geometry.group_outputs, self.geometry.reduction

@@ -106,7 +106,7 @@ COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
 #: Slowdown of columns that do not stay in cache.
 FARTHER = 2.0
 #: Seconds to copy an element in a run of hundreds, and to write a zero over an element that does not belong there.
-SHIFTED, LEFT_OUT = 100e-12, 1e-9
+SHIFTED, LEFT_OUT = 150e-12, 1e-9
 #: Seconds to read an element and add it to another one in cache; to add it to one that an index array names; and of one
 #: that pooling reads or writes.
 ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12

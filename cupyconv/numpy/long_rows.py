@@ -40,6 +40,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
     weight_copy,
 )
+from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.shifts import IMPLEMENTATIONS as SHIFTS
 from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -266,4 +267,4 @@ class Layout:
         self.is_in_order = self.length == block[3]
 
 
-IMPLEMENTATIONS = (LongRows, *SHIFTS)
+IMPLEMENTATIONS = (LongRows, ShiftedRows, *SHIFTS)

@@ -25,7 +25,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import temporaries
 from cupyconv.numpy.toeplitz import reach, strided
-from cupyconv.numpy.weight_sums import DepthwiseGradientLoop, Pairs, WeightRun, grad_is_factor
+from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun, grad_is_factor
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape, whole_and_rest
 from cupyconv.problem.arrays import accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry
@@ -45,7 +45,7 @@ STRIP_CALLS = 14
 LONE_GRADIENT = 30_000
 
 
-class GradientStrips(DepthwiseGradientLoop):
+class GradientStrips(GroupsGradientLoop):
     """Multiply strips of the image and of the gradient for each kernel row, and sum the diagonals of the products."""
 
     name = "strips"
@@ -53,7 +53,7 @@ class GradientStrips(DepthwiseGradientLoop):
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return super().applies(problem) and problem.geometry.kernel[0] == 1
+        return problem.geometry.is_depthwise and problem.geometry.kernel[0] == 1
 
     @property
     def products_work(self) -> float:

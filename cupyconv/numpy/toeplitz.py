@@ -12,31 +12,18 @@ elements.  They are a matrix times these elements, with the kernel in each row o
 Along the height (or depth), the elements are rows of the image, with a column per pixel (`toeplitz_rows`).  Along the
 width, the windows of m outputs are the rows of an overlapping view (`toeplitz_runs`).  Both are read in place.
 
-The zeros are multiplied too, and zero times infinity is NaN.  Sums that are not finite are therefore recomputed from
-each window alone, for a few pixels at a time, so that the copies are small.
+The zeros are multiplied too.  Sums that are not finite are recomputed without them (see `group_products`).
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
-from math import ceil, prod
 from operator import mul
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun
-from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.geometry import ConvGeometry, box_within
-from cupyconv.problem.problems import ConvProblem
-
-#: Bytes that one group copies for a block.
-COPIES_BLOCK = 4 * MEMORY_BLOCK
-#: Pixels that are recomputed at a time, each from its window alone, if sums are not finite.
-PIXELS_ALONE = 4096
+from cupyconv.problem.geometry import ConvGeometry
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
@@ -48,153 +35,6 @@ def within(stride: int, offset: int, size: int, outputs: int) -> slice:
     """Return the slice of `outputs` outputs whose tap, at ``output * stride + offset``, is inside the image."""
     start = min(max(0, -(offset // stride)), outputs)
     return slice(start, max(start, min(outputs, -((offset - size) // stride))))
-
-
-class ChannelProducts(ConvLoop):
-    """Multiply each channel's elements by matrices of its kernel, some channels at a time."""
-
-    smallest = 1
-    turn_calls = 20
-    thread_bytes = COPIES_BLOCK
-
-    @classmethod
-    def rough_seconds(cls, problem: ConvProblem) -> float:
-        """Return a rough estimate of one thread's time, independent of the block size; 0 if threads gain nothing."""
-        return 0.0
-
-    @property
-    @abstractmethod
-    def products_work(self) -> float:
-        """Estimated time of the products and of the copies that they need."""
-
-    @property
-    def work(self) -> float:
-        return self.products_work + self.tile_work + self.store_work + cost.channels_moved(self.problem)
-
-    @property
-    def calls(self) -> float:
-        return self.turns * (self.turn_calls + self._calls)
-
-    @property
-    def _calls(self) -> float:
-        """Calls per part of a block's groups, to copy, multiply and check."""
-        return 6.0
-
-    @classmethod
-    def share(cls) -> float:
-        """Return the seconds of work that make another thread worth waking."""
-        return cost.TOEPLITZ_SHARE
-
-    @classmethod
-    def workers(cls, problem: ConvProblem) -> int:
-        """Return the number of threads that have enough work."""
-        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), cls.share())
-
-    @classmethod
-    def sharers(cls, problem: ConvProblem) -> int:
-        # If there are enough groups, threads share groups instead of pixels.
-        workers = cls.workers(problem)
-        return 1 if problem.geometry.groups >= 4 * workers else workers
-
-    @cached_property
-    def threads(self) -> int:
-        return max(1, min(self.workers(self.problem), self.shares))
-
-    @property
-    def shares(self) -> int:
-        return self.rounds
-
-    @cached_property
-    def part(self) -> int:
-        room = min(self.groups_bytes, self.problem.limit * 3 // (4 * self.problem.host.threads))
-        groups = self.geometry.groups
-        parts = ceil(groups / max(1, room // (self._group_bytes or 1))) or 1
-        workers = self.workers(self.problem)
-        if self.blocks % workers:  # give all threads the same number of parts
-            parts = ceil(parts / workers) * workers
-        return ceil(groups / max(1, parts)) or 1
-
-    @cached_property
-    def each_block(self) -> Blocks:
-        return Blocks(self.geometry, self.block, self.x_dtype.itemsize, self.part)
-
-    @property
-    def workspace(self) -> int:
-        sums = ceil(self.sums_bytes / max(1, self.geometry.groups))
-        return self.part * (self._group_bytes + sums) + self._alone_bytes
-
-    @cached_property
-    def _alone(self) -> tuple[int, BlockSize]:
-        """The number of groups and the block size that are recomputed at a time, from each window alone."""
-        samples, *size = self.block
-        samples = min(samples, max(1, PIXELS_ALONE // (prod(size) or 1)))
-        block = samples, *box_within(size, PIXELS_ALONE)
-        return min(self.together, max(1, PIXELS_ALONE // (prod(block) or 1))), block
-
-    @property
-    def _alone_bytes(self) -> int:
-        """Bytes of the tile of these windows; 0 if a tile that is already counted contains it."""
-        groups, block = self._alone
-        return prod(tile_shape(self.geometry, groups, block)) * self.x_dtype.itemsize if self.is_in_place else 0
-
-    @property
-    @abstractmethod
-    def together(self) -> int:
-        """Number of groups whose tile is copied together, unless the image is read in place."""
-
-    @property
-    @abstractmethod
-    def is_in_place(self) -> bool:
-        """Whether products read the image in place."""
-
-    #: Bytes that one turn may copy and compute for its groups.
-    groups_bytes: ClassVar[int] = 0
-
-    @property
-    @abstractmethod
-    def _group_bytes(self) -> int:
-        """Bytes that a turn copies and computes per group."""
-
-    @abstractmethod
-    def kernels(self, weight: np.ndarray) -> np.ndarray:
-        """Return the kernels (c, outputs per channel, *kernel) of an arranged weight."""
-
-    @abstractmethod
-    def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        """Write a block's sums (c, outputs per channel, n, d, h, w) for some channels; return whether all are finite.
-
-        It is enough to check one of the outputs that share elements.  Through the zeros of the matrix, each of them
-        depends on all elements that any of them reads.
-        """
-
-    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        sums = self.place_of_sums(run, block)
-        images, weight = run.images.some(block.groups), run.weight[block.groups]
-        if not self.multiply(images, block, weight, sums):
-            self._sum_alone(run, block, self.kernels(weight), sums)
-        return sums
-
-    def _sum_alone(self, run: ConvRun, block: Block, kernels: np.ndarray, sums: np.ndarray) -> None:
-        groups, size = self._alone
-        for own in parts_of(len(sums), groups):
-            images = run.images.some(slice(block.groups.start + own.start, block.groups.start + own.stop))
-            for at, part in block.parts(size):
-                scale_windows(self.geometry, images.tile(part), kernels[own], sums[(own, slice(None), *at)])
-
-
-def sum_is_finite(sums: np.ndarray) -> bool:
-    # einsum adds strided rows three times as fast as np.sum.
-    return bool(np.isfinite(np.einsum("abcdefgh"[: sums.ndim] + "->", sums)))
-
-
-def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
-    """Write the sums (c, outputs per channel, n, d, h, w) of a tile (c, n, d, h, w), each from its window alone."""
-    c, n, *pixels = image.strides
-    taps = [step * gap for step, gap in zip(pixels, geometry.dilation)]
-    moves = [step * stride for step, stride in zip(pixels, geometry.stride)]
-    shape = (len(image), *geometry.kernel, *sums.shape[2:])
-    windows = np.ndarray(shape, image.dtype, image, 0, (c, *taps, n, *moves))
-    np.einsum("coijk,cijkndhw->condhw", weight, windows, out=sums)
 
 
 def strided(image: np.ndarray, first: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:

@@ -28,7 +28,8 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ChannelProducts, reach, strided, sum_is_finite, toeplitz, within
+from cupyconv.numpy.group_products import COPIES_BLOCK, GroupProducts, sum_is_finite
+from cupyconv.numpy.toeplitz import reach, strided, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
@@ -88,7 +89,7 @@ class Steps(NamedTuple):
     not_read: Sequence[tuple[Any, ...]] = ()  # where the result is zero
 
 
-class ToeplitzRows(ChannelProducts):
+class ToeplitzRows(GroupProducts):
     """Compute neighbouring rows of outputs together: matrices times rows of the image, summed over the other taps."""
 
     name = "Toeplitz rows"
@@ -276,7 +277,7 @@ class ToeplitzRows(ChannelProducts):
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
 
     def kernels(self, weight: np.ndarray) -> np.ndarray:
-        return weight
+        return weight[:, :, None]
 
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
         scratch, geometry = images.scratch, self.geometry

@@ -23,7 +23,8 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ChannelProducts, reach, strided, sum_is_finite, toeplitz, within
+from cupyconv.numpy.group_products import COPIES_BLOCK, GroupProducts, sum_is_finite
+from cupyconv.numpy.toeplitz import reach, strided, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
@@ -40,7 +41,7 @@ COPIED_ELEMENTS = 8192
 OF_RUNS, CHECK = 1.5, 2.3e-9
 
 
-class ToeplitzRuns(ChannelProducts):
+class ToeplitzRuns(GroupProducts):
     """Compute neighbouring outputs along the width together: windows of the image, read in place, times matrices."""
 
     name = "Toeplitz runs"
@@ -152,7 +153,7 @@ class ToeplitzRuns(ChannelProducts):
         return np.ascontiguousarray(matrices[:, :, :, 0].swapaxes(2, 3))
 
     def kernels(self, weight: np.ndarray) -> np.ndarray:
-        return weight[:, :, None, None, : self.geometry.span[2] : self.geometry.dilation[2], 0]
+        return weight[:, :, None, None, None, : self.geometry.span[2] : self.geometry.dilation[2], 0]
 
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
         height, width = sums.shape[4:]

@@ -30,6 +30,7 @@ from cupyconv.numpy.shared_columns import mec_bytes, mec_columns, mec_part, mec_
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged
+from cupyconv.numpy.weight_lines import GradientLines
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_runs import GradientRuns
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, blas_divides, grad_is_factor, x_item
@@ -356,7 +357,15 @@ METHODS = {
     "winograd": WINOGRAD._replace(implementations=(GradientWinograd,)),
     "fft": FFT._replace(implementations="cupyconv.numpy.fft_weight_gradient"),
     "gemm": Method(
-        (GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns, GradientChannels)
+        (
+            GradientStrips,
+            GradientView,
+            GradientRows,
+            GradientLines,
+            GradientMecProducts,
+            GradientColumns,
+            GradientChannels,
+        )
     ),
     "direct": Method((GradientRuns, GradientTaps)),
 }

@@ -27,7 +27,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
-from cupyconv.numpy.weight_sums import DepthwiseGradientLoop, Pairs, WeightRun
+from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, Phase, parts_of, phase_reach, whole_and_rest
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import WeightGradientProblem
@@ -40,7 +40,7 @@ BLOCK_PIXELS = 1 << 17
 PHASE_CALLS = 10
 
 
-class GradientRuns(DepthwiseGradientLoop):
+class GradientRuns(GroupsGradientLoop):
     """Depthwise: a dot product of each tap's contiguous run of input elements and the gradient."""
 
     name = "multiplied runs"
@@ -48,6 +48,10 @@ class GradientRuns(DepthwiseGradientLoop):
     turn_calls = 18
     contention = 1.5  # with few channels the sums are so few that NumPy does not release the GIL
     fresh_work = 0.0  # memory is reused from call to call
+
+    @classmethod
+    def applies(cls, problem: WeightGradientProblem) -> bool:
+        return problem.geometry.is_depthwise
 
     # Sizes
 

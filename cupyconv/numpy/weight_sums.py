@@ -13,7 +13,7 @@ multiplied separately.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import Scratch, cached_scratch
+from cupyconv.numpy.backend import Scratch, Views, cached_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.convolution import MEMORY_BLOCK, PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.shared_columns import is_in_order
@@ -46,7 +46,7 @@ RUN, MIN_RUN, FEW_ELEMENTS = 1024, 128, 960
 #: Elements of a result up to which NumPy holds the GIL during a product.
 HELD = 500
 
-#: Bytes that a part of the channels of a depthwise weight copies and computes for a block.  It is larger than
+#: Bytes that a part of the groups copies and computes for a block.  It is larger than
 #: elsewhere, so that each of the few calls is long.
 CHANNELS_BLOCK = 4 * MEMORY_BLOCK
 
@@ -228,14 +228,10 @@ class WeightGradientLoop(PixelLoop):
         run.finish(in_threads(threads, run.sum_over, shares, self.holds_blas))
 
 
-class DepthwiseGradientLoop(WeightGradientLoop):
+class GroupsGradientLoop(WeightGradientLoop):
     """A loop that adds the products of some groups at a time, whose copies stay in cache, without `add_product`."""
 
     runs_bytes = 0
-
-    @classmethod
-    def applies(cls, problem: WeightGradientProblem) -> bool:
-        return problem.geometry.is_depthwise
 
     @cached_property
     def part(self) -> int:
@@ -358,6 +354,10 @@ class WeightRun:
     def scratch(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """This thread's scratch array for products."""
         return self._product_scratch.array(name, shape)
+
+    def views(self, of: Any, size: Hashable, names: Sequence[str], make: Callable[[], Views]) -> Views:
+        """Return views of these scratch arrays, which are cached as long as the arrays (see `Scratch.views`)."""
+        return self._product_scratch.views(of, size, names, make)
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; a row of `sums` may have several axes."""

@@ -218,7 +218,7 @@ def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
 def line_regions(windows: Windows, block: tuple[range, ...], row: int) -> tuple[tuple[Region, ...], ...]:
     """Return the regions that lines read, for every tap along depth and height and every phase along the width.
 
-    A line has rows of `row` elements of a phase, from the first element of the image on, without padding before it.
+    A line (see `lines`) has rows of `row` elements of a phase, from the first of the image on, without padding before.
     """
     key = windows, block[:2], row
     regions = _LINE_REGIONS.get(key)

@@ -1,0 +1,121 @@
+"""Lines: all rows of an image one after the other, as one run of memory, for each tap along the height.
+
+::
+
+    image       a b c     lines of    . . . a b c d e f     the row above each pixel; zeros above the first row
+                d e f     3 taps      a b c d e f g h i     the row of each pixel
+                g h i                 d e f g h i . . .     the row below
+
+A tap along the width reads all pixels of a line as one run that begins some elements earlier or later: the line is
+*shifted* for it.  At the ends of rows this run has elements of other rows, where the tap reads zeros of the padding.
+They must be left out.  With a stride along the width, every phase of the elements has lines of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from cupyconv.numpy.windows import Block, Images, Region
+from cupyconv.problem.geometry import ConvGeometry
+
+#: Most lines of a channel: with more, products of all columns take less time.
+MAX_LINES = 64
+
+
+class Taps(NamedTuple):
+    """The taps along the width: how far each shifts a line, as the number of a shift, and the phase that it reads."""
+
+    numbers: tuple[int, ...]
+    phases: tuple[int, ...]
+    shifts: range  # the element of a row that the first pixel reads, for each number
+
+    @property
+    def reach(self) -> int:
+        """Number of elements before the first of a line, or after the last, that shifted lines have."""
+        return max(0, -self.shifts[0], self.shifts[-1])
+
+
+def has_lines(geometry: ConvGeometry) -> bool:
+    """Whether taps read zeros beyond the ends of rows, and lines are few."""
+    has_zeros = geometry.padding_mode == "constant" or not any(geometry.before + geometry.after)
+    return has_zeros and lines_of(geometry) <= MAX_LINES
+
+
+def lines_of(geometry: ConvGeometry) -> int:
+    """Return the number of lines of a channel: one for each tap along depth and height and each phase of the width."""
+    return prod(geometry.kernel[:2]) * geometry.stride[2]
+
+
+def row_of(geometry: ConvGeometry) -> int:
+    """Return the elements of a line from one row of pixels to the next."""
+    return max(geometry.out_size[2], -(-geometry.size[2] // geometry.stride[2]))
+
+
+@lru_cache(maxsize=512)
+def taps_of(taps: int, stride: int, gap: int, before: int) -> Taps:
+    """Return how taps along the width shift lines, `gap` elements apart, behind `before` elements of padding."""
+    reads = [divmod(tap * gap - before, stride) for tap in range(taps)]
+    first = min(element for element, _ in reads)
+    step = gcd(*(element - first for element, _ in reads)) or 1
+    numbers = tuple((element - first) // step for element, _ in reads)
+    shifts = range(first, first + max(numbers) * step + 1, step)
+    return Taps(numbers, tuple(phase for _, phase in reads), shifts)
+
+
+def along_width(geometry: ConvGeometry) -> Taps:
+    """Return the taps along the width of a convolution."""
+    return taps_of(geometry.kernel[2], geometry.stride[2], geometry.dilation[2], geometry.before[2])
+
+
+class Reading(NamedTuple):
+    """Lines of some channels, and views of what is written there: made once, because they are short-lived otherwise."""
+
+    lines: list[np.ndarray]  # (channels, n, d, h, w) each
+    copies: list[tuple[np.ndarray, Any]]  # parts of the lines, and the elements of the image that are copied there
+    zeros: list[np.ndarray]  # the other parts, which are padding
+
+    @classmethod
+    def of(cls, lines: np.ndarray, regions: Sequence[Sequence[Region]]) -> Self:
+        """Make the views of lines (channels, lines, n, d, h, w) that read these regions."""
+        every = [lines[:, number] for number in range(len(regions))]
+        copies: list[tuple[np.ndarray, Any]] = []
+        zeros: list[np.ndarray] = []
+        for line, own in zip(every, regions):
+            for at, elements in own:
+                place: Any = (..., *at)
+                if elements is None:
+                    zeros.append(line[place])
+                else:
+                    copies.append((line[place], (..., *elements)))
+        return cls(every, copies, zeros)
+
+    def first(self, channels: int) -> Self:
+        """Return the views of the first channels alone."""
+        lines, zeros = ([view[:channels] for view in views] for views in (self.lines, self.zeros))
+        return self._replace(
+            lines=lines, copies=[(place[:channels], elements) for place, elements in self.copies], zeros=zeros
+        )
+
+    def read(self, images: Images, image: np.ndarray | None, channels: slice, block: Block, row: int) -> None:
+        """Copy some channels of a block to the lines: of the only input, `image`, if that needs no transformation.
+
+        Padding of such a copy is not written: it must be zeros already.
+        """
+        if image is None:
+            some = images.some(channels)
+            for regions, line in zip(block.lines(row), self.lines):
+                some.read(regions, block, line)
+            return
+        own = image[channels]
+        for place, elements in self.copies:
+            place[...] = own[elements]
+
+
+def only_image(images: Images, block: Block) -> np.ndarray | None:
+    """Return the only input (c, n, d, h, w) of a block's samples; None if there are several or they are transformed."""
+    return block.samples_of(images.inputs[0][0]).swapaxes(0, 1) if images.is_plain else None
