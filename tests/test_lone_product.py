@@ -17,6 +17,7 @@ from runs_seen import runs_seen
 import cupyconv
 from cupyconv.numpy import cost, gathered, interleaved
 from cupyconv.numpy.lone_product import LoneProduct
+from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.shifts import Shifts
 from cupyconv.problem.caches import BUDGET, spent
 
@@ -202,7 +203,8 @@ def test_a_result_at_an_address_that_is_no_multiple_of_an_element(runs):
 @pytest.mark.parametrize(("size", "is_kept"), [(200, True), (800, False)])
 def test_a_tile_is_kept_within_the_budget(size, is_kept, runs, monkeypatch):
     """If windows are far apart, the tile is much larger than the columns; a large one is in the memory of blocks."""
-    monkeypatch.setattr(Shifts, "applies", lambda problem: False)  # it would read only what the columns hold
+    for implementation in (Shifts, ShiftedRows):  # they would read only what the columns hold
+        monkeypatch.setattr(implementation, "applies", lambda problem: False)
     x, weight = np.ones((1, 2, size, size), np.float32), np.ones((2, 2, 2, 2), np.float32)
     cupyconv.clear_caches()
     with cupyconv.options(threads=1):

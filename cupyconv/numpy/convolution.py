@@ -65,6 +65,8 @@ METHODS = {
 }
 #: The methods for several inputs.
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
+#: Outputs so few that Winograd's transforms of the inputs take longer than the products that they save.
+FEW_OUTPUTS = 4
 #: Entries that replace those of `METHODS`: for several groups; for one group if Winograd saves few products or none.
 GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
 SHIFTED = {"gemm": Method("cupyconv.numpy.shifts")}
@@ -83,6 +85,7 @@ def plan_conv(problem: ConvProblem) -> Plan:
     if len(problem.xs) > 1:
         return choose(problem, MERGING)
     saves_few = winograd_refusal(problem) or sum(taps > 1 for taps in geometry.kernel) == 1
+    saves_few = saves_few or geometry.out_channels <= FEW_OUTPUTS
     return choose(problem, METHODS | SHIFTED if saves_few else METHODS)
 
 

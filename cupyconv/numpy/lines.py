@@ -13,14 +13,13 @@ They must be left out.  With a stride along the width, every phase of the elemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.windows import Block, Images, Region
+from cupyconv.numpy.windows import Block, Images, LineRegions
 from cupyconv.problem.geometry import ConvGeometry
 
 #: Most lines of a channel: with more, products of all columns take less time.
@@ -73,47 +72,44 @@ def along_width(geometry: ConvGeometry) -> Taps:
 
 
 class Reading(NamedTuple):
-    """Lines of some channels, and views of what is written there: made once, because they are short-lived otherwise."""
+    """Views of lines of some channels, by what is written there; made once for all blocks of the same layout."""
 
-    lines: list[np.ndarray]  # (channels, n, d, h, w) each
-    copies: list[tuple[np.ndarray, Any]]  # parts of the lines, and the elements of the image that are copied there
+    lines: list[np.ndarray]  # each (channels, n, d, h, w)
+    places: list[np.ndarray]  # parts of the lines that elements of the image are copied to
     zeros: list[np.ndarray]  # the other parts, which are padding
 
     @classmethod
-    def of(cls, lines: np.ndarray, regions: Sequence[Sequence[Region]]) -> Self:
+    def of(cls, lines: np.ndarray, regions: LineRegions) -> Self:
         """Make the views of lines (channels, lines, n, d, h, w) that read these regions."""
-        every = [lines[:, number] for number in range(len(regions))]
-        copies: list[tuple[np.ndarray, Any]] = []
+        every: list[np.ndarray] = [lines[:, number] for number in range(len(regions.of_lines))]
+        places: list[np.ndarray] = []
         zeros: list[np.ndarray] = []
-        for line, own in zip(every, regions):
+        for line, own in zip(every, regions.of_lines):
             for at, elements in own:
-                place: Any = (..., *at)
-                if elements is None:
-                    zeros.append(line[place])
-                else:
-                    copies.append((line[place], (..., *elements)))
-        return cls(every, copies, zeros)
+                index: Any = (..., *at)
+                (zeros if elements is None else places).append(line[index])
+        return cls(every, places, zeros)
 
     def first(self, channels: int) -> Self:
         """Return the views of the first channels alone."""
-        lines, zeros = ([view[:channels] for view in views] for views in (self.lines, self.zeros))
-        return self._replace(
-            lines=lines, copies=[(place[:channels], elements) for place, elements in self.copies], zeros=zeros
-        )
+        lines, places, zeros = ([view[:channels] for view in views] for views in self)
+        return type(self)(lines, places, zeros)
 
-    def read(self, images: Images, image: np.ndarray | None, channels: slice, block: Block, row: int) -> None:
+    def read(
+        self, images: Images, image: np.ndarray | None, channels: slice, block: Block, regions: LineRegions
+    ) -> None:
         """Copy some channels of a block to the lines: of the only input, `image`, if that needs no transformation.
 
         Padding of such a copy is not written: it must be zeros already.
         """
         if image is None:
             some = images.some(channels)
-            for regions, line in zip(block.lines(row), self.lines):
-                some.read(regions, block, line)
+            for own, line in zip(regions.of_lines, self.lines):
+                some.read(own, block, line)
             return
-        own = image[channels]
-        for place, elements in self.copies:
-            place[...] = own[elements]
+        some_channels = image[channels]
+        for place, elements in zip(self.places, regions.elements):
+            place[...] = some_channels[elements]
 
 
 def only_image(images: Images, block: Block) -> np.ndarray | None:

@@ -40,7 +40,6 @@ from cupyconv.numpy.convolution import (
     temporaries,
     weight_copy,
 )
-from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.shifts import IMPLEMENTATIONS as SHIFTS
 from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -267,4 +266,4 @@ class Layout:
         self.is_in_order = self.length == block[3]
 
 
-IMPLEMENTATIONS = (LongRows, ShiftedRows, *SHIFTS)
+IMPLEMENTATIONS = (LongRows, *SHIFTS)

@@ -1,4 +1,4 @@
-"""Convolution of groups by shifted rows: one product for the taps along the height, one sum for those along the width.
+"""Convolution by shifted rows: one product for the taps along the height, one sum for those along the width.
 
 All rows of pixels of a channel are one long line.  For each tap along the height (or depth), the line that it reads is
 copied: the image, some rows further.  For each group, a product with its kernels makes a line for each tap along the
@@ -12,11 +12,12 @@ width: what this tap contributes to all pixels.  These lines are added, each fro
     | w w w |      | row + 1 ... |    | p0 p1 p2 p3 ... |            +  p1 p2 p3 p4 ...  of tap 2
 
 So only a third of the columns of a 3x3 kernel are copied, and the products are as large as those of all columns.  With
-few channels per group, copies take longer than products.  The sum is a product too: a row of ones times a view whose
-rows are the lines.
+few channels per group, or few outputs, copies take longer than products.  The sum is a product too: a row of ones times
+a view whose rows are the lines.
 
 A line continues from the end of one row of pixels to the beginning of the next.  Padding is zeros, so the few elements
-that a tap would read there are overwritten by zeros.  With a stride along the width, each phase of the elements has
+that a tap would read there are overwritten by zeros.  A line of a single row, or of a part of one, has its padding
+instead.  With a stride along the width, each phase of the elements has
 lines of its own.  A tap reads one of the phases, and the matrix has zeros for the others.
 """
 
@@ -36,7 +37,7 @@ from cupyconv.numpy.convolution import CACHE_BLOCK, temporaries
 from cupyconv.numpy.group_products import GroupProducts, is_finite, sum_is_finite
 from cupyconv.numpy.lines import Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
 from cupyconv.numpy.mec import column_parts, multiply_parts, part_of, parts_of_columns, place_parts, row_parts
-from cupyconv.numpy.windows import Block, Images, Region, parts_of
+from cupyconv.numpy.windows import Block, Images, LineRegions, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import ConvProblem
@@ -45,11 +46,13 @@ from cupyconv.problem.problems import ConvProblem
 LINES_BLOCK = 640 << 10
 #: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
-#: Seconds per element that is copied, copied from a strided place, written by a product, and added.  Seconds to begin a
-#: sum.
-COPY, APART, WRITE, ADD, BEGIN = 65e-12, 300e-12, 45e-12, 65e-12, 45e-9
-#: Time of a call whose views already exist, relative to other calls.
-QUICK = 0.4
+#: Seconds per element that is copied, copied from a strided place, written by a product, and added; to begin a sum; and
+#: to arrange an element of the weight.
+COPY, APART, WRITE, ADD, BEGIN, ARRANGE = 75e-12, 300e-12, 55e-12, 75e-12, 45e-9, 500e-12
+#: Time of a call whose views already exist, relative to other calls; calls to read a line of an input by its regions.
+QUICK, REGION_CALLS = 0.4, 3
+#: Pixels from which a product is about as fast as with more.
+LONG_PRODUCT = 768
 #: Names of the scratch buffers.  The last one is used only if sums are copied to the result.
 BUFFERS = "lines read", "lines", "line sums"
 
@@ -69,7 +72,6 @@ class Turn(NamedTuple):
 class Steps(NamedTuple):
     """Views that calls share, made once: Python makes a dozen views in the time of a product of some channels."""
 
-    regions: tuple[tuple[Region, ...], ...]  # what the lines read
     zeros: list[np.ndarray]  # padding, and ends of lines; nothing else writes these elements
     turns: dict[int, Turn]  # by the number of groups
     pieces: list[slice]  # pieces of a line that are added at a time
@@ -80,41 +82,49 @@ class ShiftedRows(GroupProducts):
 
     name = "shifted rows"
     description = "products of the image shifted by rows, summed over the taps of the width"
+    turn_calls = 14
     is_in_place = True
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
         geometry = problem.geometry
-        return problem.is_one_kind and geometry.kernel[2] > 1 < lines_of(geometry) and has_lines(geometry)
+        return problem.is_one_kind and geometry.kernel[2] > 1 and has_lines(geometry)
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
         lines = geometry.group_channels * lines_of(geometry) + geometry.group_outputs * geometry.kernel[2]
         # Two groups at least: blocks begin with slow calls, which others follow.
-        return LINES_BLOCK // (2 * lines * ITEMSIZE[accumulator(problem.x_dtype)] or 1), geometry.batch
+        pixels = LINES_BLOCK // (2 * lines * ITEMSIZE[accumulator(problem.x_dtype)] or 1)
+        return max(pixels, LONG_PRODUCT), geometry.batch
 
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
-        # Threads would mostly wait for each other between these short calls.
-        return super().loops(replace(problem, machine=replace(problem.host, threads=1)))
+        if problem.geometry.groups > 1:
+            # Threads would mostly wait for each other between the short calls of few channels.
+            problem = replace(problem, machine=replace(problem.host, threads=1))
+        return super().loops(problem)
 
     @classmethod
-    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        return cls.of_whole_rows(super().fitted(problem, fixed, limit), fixed, limit)
+    def workers(cls, problem: ConvProblem) -> int:
+        return problem.host.threads
 
     @property
     def products_work(self) -> float:
         geometry, problem, (samples, *rows, width) = self.geometry, self.problem, self.block
-        outputs, one = geometry.group_outputs, prod(rows) * self._row
+        outputs, one = geometry.group_outputs, prod(rows) * self._row(width)
         product = self._parts.seconds if self._parts else cost.product(*self._sizes, problem)
         copy = APART if geometry.stride[2] > 1 else COPY
+        if sum(self._lines_bytes) > CACHE_BLOCK:
+            copy *= cost.FARTHER
         moved = samples * one * (self._reads * copy + outputs * self._lines * (WRITE + ADD))
         moved *= max(cost.width(problem.dtype), cost.multiply_adds(problem))
         zeros = outputs * samples * prod(rows) * sum(some.stop - some.start for _, some in self._of_other_rows)
         begun = BEGIN * outputs * samples * ceil(self._lines * one / ONE_THREAD)
         work = self.blocks * geometry.groups * (product + moved + cost.left_out(zeros) + begun)
-        if self._row > width:
+        if not problem.weight_is_constant:
+            work += ARRANGE * prod(problem.weight.shape)
+        if not self._is_single and self._row(width) > width:
             work += cost.copied(prod(problem.out.shape), width, problem.dtype)
         return work
 
@@ -124,8 +134,11 @@ class ShiftedRows(GroupProducts):
 
     @property
     def _calls(self) -> float:
-        quick = self._reads // self.geometry.group_channels + len(self._of_other_rows) + 3
-        return 10.0 + QUICK * quick * ceil(self.part / self.several)
+        problem, lines = self.problem, lines_of(self.geometry)
+        quick = lines + len(self._of_other_rows) + 3.0
+        if len(problem.xs) > 1 or problem.prologue:  # a line has several regions, and each input its own calls
+            quick += REGION_CALLS * lines * len(problem.xs) / QUICK
+        return 8.0 + QUICK * quick * ceil(self.part / self.several)
 
     # Lines
 
@@ -148,14 +161,24 @@ class ShiftedRows(GroupProducts):
         """Whether elements are multiplied by zeros of the matrix.  These would spread an infinity as NaN."""
         return self._lines * self.geometry.stride[2] > self.geometry.kernel[2]
 
-    @cached_property
-    def _row(self) -> int:
-        return row_of(self.geometry)
+    @property
+    def _is_single(self) -> bool:
+        """Whether a line has a single row, or a part of one, with its padding."""
+        return prod(self.block[1:3]) == 1
+
+    def _row(self, width: int) -> int:
+        """Elements of a line from one row of `width` pixels to the next."""
+        if not self._is_single:
+            return row_of(self.geometry)
+        return width + self._taps.shifts[-1] - self._taps.shifts[0]
 
     @cached_property
     def _of_other_rows(self) -> list[tuple[int, slice]]:
         """The lines with elements that pixels of other rows would add, and these elements of each row."""
-        row, width, found = self._row, self.geometry.out_size[2], []
+        width, found = self.block[3], []
+        if self._is_single:
+            return []
+        row = self._row(width)
         for number, shift in enumerate(self._taps.shifts):
             if shift < 0:
                 found.append((number, slice(max(0, row + shift), row)))
@@ -164,9 +187,14 @@ class ShiftedRows(GroupProducts):
         return found
 
     @property
+    def _ends(self) -> int:
+        """Number of elements before and after a line that shifted lines have."""
+        return 0 if self._is_single else self._taps.reach
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         """Lines computed, lines read, and elements of a line, of a group's product."""
-        return self.geometry.group_outputs * self._lines, self._reads, prod(self.block[:3]) * self._row
+        return self.geometry.group_outputs * self._lines, self._reads, prod(self.block[:3]) * self._row(self.block[3])
 
     @cached_property
     def _parts(self) -> cost.Parts | None:
@@ -206,12 +234,12 @@ class ShiftedRows(GroupProducts):
     def _pitches(self, elements: int) -> tuple[int, int]:
         """Return the elements from one line of `elements` elements to the next: of those read, and of those added."""
         item = self.x_dtype.itemsize
-        return whole_lines(elements, item), whole_lines(elements + self._taps.reach, item)
+        return whole_lines(elements, item), whole_lines(elements + self._ends, item)
 
     @cached_property
     def _lines_bytes(self) -> tuple[int, int]:
         """Bytes of the lines that one group reads, with what a prologue writes besides; and of its other lines."""
-        elements, outputs = prod(self.block[:3]) * self._row, self.geometry.group_outputs
+        elements, outputs = self._sizes[2], self.geometry.group_outputs
         read, added = self._pitches(elements)
         besides = temporaries(self.geometry, self.problem.prologue) * self.geometry.group_channels * elements
         read = self._reads * read + besides
@@ -219,7 +247,7 @@ class ShiftedRows(GroupProducts):
 
     @property
     def extra_bytes(self) -> int:
-        ends = 2 * whole_lines(self._taps.reach, self.x_dtype.itemsize) * self.x_dtype.itemsize
+        ends = 2 * whole_lines(self._ends, self.x_dtype.itemsize) * self.x_dtype.itemsize
         return super().workspace + ends + self.several * self._lines_bytes[1]
 
     @property
@@ -258,9 +286,10 @@ class ShiftedRows(GroupProducts):
         return len(weight), outputs, self._lines, channels, *geometry.kernel[:2], geometry.stride[2]
 
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        is_result, regions = self._is_result(sums), block.lines(self._row)
+        is_result, row = self._is_result(sums), self._row(block.size[3])
+        regions = block.lines(row, self._taps.shifts[0] if self._is_single else None)
         make = partial(self._steps, images.scratch, regions, sums.shape, is_result)
-        key = id(regions), sums.shape, is_result
+        key = regions.layout, sums.shape, is_result
         steps = images.scratch.views(self, key, BUFFERS[: 3 - is_result], make)
         for zeros in steps.zeros:
             zeros.fill(0)
@@ -269,7 +298,7 @@ class ShiftedRows(GroupProducts):
         lines = sums.reshape(*sums.shape[:3], 1, -1) if is_result else None
         for groups in parts_of(len(sums), self.several):
             turn = steps.turns[groups.stop - groups.start]
-            turn.reading.read(images, image, self.channels(groups), block, self._row)
+            turn.reading.read(images, image, self.channels(groups), block, regions)
             multiply_parts([rows[groups] for rows in matrices], turn.matrices, turn.places)
             for zeros in turn.zeros:
                 zeros.fill(0)
@@ -282,29 +311,29 @@ class ShiftedRows(GroupProducts):
                     np.matmul(ones, run, out=place)
                 sums[groups] = turn.pixels
         # Where zeros were written, an infinite weight times padding would be NaN.
-        return is_finite(weight) and (not self._has_gaps or sum_is_finite(sums))
+        is_exact = self._is_single or is_finite(weight)
+        return is_exact and (not self._has_gaps or sum_is_finite(sums))
 
     def _is_result(self, sums: np.ndarray) -> bool:
         """Whether the rows of the result lie one after the other, as in a line."""
         depth, height, width = sums.shape[3:]
         d, h, w = sums.strides[3:]
         is_line = w == sums.itemsize and (height == 1 or h == width * w) and (depth == 1 or d == height * h)
-        return is_line and self._row == width
+        return is_line and (self._is_single or self._row(width) == width)
 
     @cached_property
     def _ones(self) -> np.ndarray:
         return np.ones((1, self._lines), self.sums_dtype)
 
-    def _steps(
-        self, scratch: Scratch, regions: tuple[tuple[Region, ...], ...], shape: tuple[int, ...], is_result: bool
-    ) -> Steps:
+    def _steps(self, scratch: Scratch, regions: LineRegions, shape: tuple[int, ...], is_result: bool) -> Steps:
         """Make the views for a block that reads these regions, and whose sums have this shape."""
-        (c, outputs, samples, *size, width), row = shape, self._row
+        c, outputs, samples, *size, width = shape
+        row = self._row(width)
         several, reads, lines, item = min(self.several, c), self._reads, self._lines, self.x_dtype.itemsize
         one, (rows, columns) = prod(size) * row, self._part_of_product
-        length, ends = samples * one, whole_lines(self._taps.reach, item)
+        length, ends = samples * one, whole_lines(self._ends, item)
         pitch, line = self._pitches(length)
-        channels, taps = self.geometry.group_channels, len(regions)
+        channels, taps = self.geometry.group_channels, len(regions.of_lines)
         read = scratch.array(BUFFERS[0], (several * channels, taps, pitch))[..., :length]
         matrices = read.reshape(several, reads, length)
         reading = Reading.of(read.reshape(-1, taps, samples, *size, row), regions)
@@ -314,11 +343,12 @@ class ShiftedRows(GroupProducts):
         by_row = products.reshape(several, outputs, lines, -1, row)
         of_other_rows = [by_row[:, :, number, :, some] for number, some in self._of_other_rows]
         steps = outputs * lines * line, lines * line, one, line + self._taps.shifts.step, 1
+        first, one = (0, width) if self._is_single else (self._taps.shifts[0], one)
         runs = np.ndarray(
             (several, outputs, samples, lines, one),
             memory.dtype,
             memory,
-            (ends + self._taps.shifts[0]) * item,
+            (ends + first) * item,
             [step * item for step in steps],
         )
         pieces = list(parts_of(one, even_part(one, ONE_THREAD // lines)))
@@ -330,7 +360,7 @@ class ShiftedRows(GroupProducts):
             sums, pixels = [], None
             if of_lines is not None:
                 sums = [of_lines[:count, ..., piece] for piece in pieces]
-                pixels = of_lines[:count].reshape(count, outputs, samples, *size, row)[..., :width]
+                pixels = of_lines[:count].reshape(count, outputs, samples, *size, -1)[..., :width]
             turns[count] = Turn(
                 reading.first(count * channels),
                 column_parts(matrices[:count], columns),
@@ -340,4 +370,5 @@ class ShiftedRows(GroupProducts):
                 sums,
                 pixels,
             )
-        return Steps(regions, [*reading.zeros, between, memory[:ends], memory[memory.size - ends :]], turns, pieces)
+        zeros = [between, memory[:ends], memory[memory.size - ends :]] if of_other_rows else []
+        return Steps(reading.zeros + zeros, turns, pieces)

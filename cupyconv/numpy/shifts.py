@@ -35,6 +35,7 @@ from cupyconv.numpy.mec import (
     place_parts,
     row_parts,
 )
+from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.windows import BareRow, Block, Blocks, BlockSize, Phase, bare_rows, phases_along
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Plan
@@ -253,4 +254,4 @@ class Shifts(ConvLoop):
         return shifts, column_parts(columns[..., :pixels], self._part_of_product[1])
 
 
-IMPLEMENTATIONS = (Shifts, *OTHER_PRODUCTS)
+IMPLEMENTATIONS = (Shifts, ShiftedRows, *OTHER_PRODUCTS)

@@ -31,7 +31,7 @@ from cupyconv.numpy.convolution import temporaries
 from cupyconv.numpy.group_products import PIXELS_ALONE, is_finite
 from cupyconv.numpy.lines import Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
 from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun
-from cupyconv.numpy.windows import Block, BlockSize, Images, Region, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, Images, LineRegions, parts_of, tile_shape
 from cupyconv.problem.geometry import Triple, box_within, even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
@@ -74,7 +74,6 @@ class Turn(NamedTuple):
 class Steps(NamedTuple):
     """Views that calls share, made once: Python makes a dozen views in the time of a product of some groups."""
 
-    regions: tuple[tuple[Region, ...], ...]  # what the lines of the image read
     zeros: list[np.ndarray]  # padding of the image; nothing else writes these elements
     turns: dict[int, Turn]  # by the number of groups
 
@@ -196,7 +195,7 @@ class GradientLines(GroupsGradientLoop):
         geometry, regions, per_group = self.geometry, block.lines(self._row), self.geometry.group_channels
         image, grads = only_image(images, block), [self._as_lines(grad) for grad, _ in pairs]
         is_line = grads[0].ndim == 3
-        key, make = (id(regions), block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
+        key, make = (regions.layout, block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
         steps = run.views(self, key, BUFFERS, make)
         for zeros in steps.zeros:
             zeros.fill(0)
@@ -205,7 +204,7 @@ class GradientLines(GroupsGradientLoop):
         for groups in parts_of(geometry.groups, self.part):
             turn = steps.turns[groups.stop - groups.start]
             channels = slice(groups.start * per_group, groups.stop * per_group)
-            turn.reading.read(images, image, channels, block, self._row)
+            turn.reading.read(images, image, channels, block, regions)
             outputs = slice(groups.start * self._outputs, groups.stop * self._outputs)
             for (grad, _), by_output, weight in zip(pairs, grads, weights):
                 turn.multiply(by_output[outputs])
@@ -225,14 +224,14 @@ class GradientLines(GroupsGradientLoop):
         is_line = self._row == grad.shape[5] and images[:1, :1].flags.c_contiguous
         return images.reshape(*images.shape[:2], -1) if is_line else images
 
-    def _steps(self, run: WeightRun, regions: tuple[tuple[Region, ...], ...], size: BlockSize, is_line: bool) -> Steps:
+    def _steps(self, run: WeightRun, regions: LineRegions, size: BlockSize, is_line: bool) -> Steps:
         """Make the views for a block that reads these regions, with a gradient that is a line or has three axes."""
         samples, depth, height, width = size
         geometry, part, shifts = self.geometry, self.part, self._taps.shifts
         length = samples * depth * height * self._row
         pitch = whole_lines(length, self._dtype.itemsize)
         factors, views = [], []
-        of_each = (self._outputs, len(shifts)), (geometry.group_channels, len(regions))
+        of_each = (self._outputs, len(shifts)), (geometry.group_channels, len(regions.of_lines))
         for name, (images, lines) in zip(BUFFERS, of_each):
             memory = run.scratch(name, (part * images, lines, pitch))[..., :length]
             factors.append(memory.reshape(part, images * lines, length))
@@ -256,7 +255,7 @@ class GradientLines(GroupsGradientLoop):
                 total[:groups],
                 self._by_tap(total[:groups]),
             )
-        return Steps(regions, reading.zeros, turns)
+        return Steps(reading.zeros, turns)
 
     def _shifted(
         self, lines: np.ndarray, width: int, is_line: bool

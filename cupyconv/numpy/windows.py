@@ -23,7 +23,7 @@ A prologue transforms the elements while they are copied, so it never transforms
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from math import gcd, prod
@@ -215,26 +215,40 @@ def phases_along(windows: Windows, axis: int) -> list[tuple[range, int]]:
     return [(range(first, taps, period), gap // common) for first in range(min(period, taps))]
 
 
-def line_regions(windows: Windows, block: tuple[range, ...], row: int) -> tuple[tuple[Region, ...], ...]:
+class LineRegions(NamedTuple):
+    """The regions that each line of a block reads."""
+
+    of_lines: tuple[tuple[Region, ...], ...]
+    elements: tuple[Any, ...]  # index of the elements of each region that is not zeros, in the same order
+    layout: Hashable  # equal for blocks whose regions are at the same places
+
+
+def line_regions(windows: Windows, block: tuple[range, ...], row: int, shift: int | None = None) -> LineRegions:
     """Return the regions that lines read, for every tap along depth and height and every phase along the width.
 
-    A line (see `lines`) has rows of `row` elements of a phase, from the first of the image on, without padding before.
+    A line (see `lines`) has rows of `row` elements of a phase: from the first of the image on, without padding before
+    it; or, with a `shift`, from that many elements after the block's first pixel on.
     """
-    key = windows, block[:2], row
+    first = 0 if shift is None else block[2].start + shift
+    key = windows, block[:2], row, first
     regions = _LINE_REGIONS.get(key)
     if regions is None:
-        outputs = *block[:2], range(row)
-        taps = product(range(windows.kernel[0]), range(windows.kernel[1]), range(windows.stride[2]))
+        (depth, height, stride), outputs = windows.stride, (*block[:2], range(row))
+        kernel, gaps, before = windows.kernel, windows.dilation, windows.before
         offsets = (
-            (i * windows.dilation[0] - windows.before[0], j * windows.dilation[1] - windows.before[1], phase)
-            for i, j, phase in taps
+            (i * gaps[0] - before[0], j * gaps[1] - before[1], first * stride + phase)
+            for i, j, phase in product(range(kernel[0]), range(kernel[1]), range(stride))
         )
-        regions = tuple(boxes(windows, outputs, windows.stride, own) for own in offsets)
-        _LINE_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
+        of_lines = tuple(boxes(windows, outputs, (depth, height, stride), own) for own in offsets)
+        every = [region for regions_of_line in of_lines for region in regions_of_line]
+        elements = tuple((..., *own) for _, own in every if own is not None)
+        layout = tuple((own is None, *((part.start, part.stop) for part in at)) for at, own in every)
+        regions = LineRegions(of_lines, elements, (tuple(map(len, of_lines)), layout))
+        _LINE_REGIONS.keep(key, regions, at_most=_most_bytes(windows, 2 * len(every)))
     return regions
 
 
-_LINE_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(CACHED_REGIONS)
+_LINE_REGIONS: Cache[LineRegions] = Cache(CACHED_REGIONS)
 
 
 class BareRow(NamedTuple):
@@ -461,9 +475,9 @@ class Block:
         """Regions that each tap reads; `tap_regions` caches them, not the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
-    def lines(self, row: int) -> tuple[tuple[Region, ...], ...]:
+    def lines(self, row: int, shift: int | None = None) -> LineRegions:
         """Regions that lines with rows of `row` elements read; `line_regions` caches them."""
-        return line_regions(self.geometry, self._ranges[1:], row)
+        return line_regions(self.geometry, self._ranges[1:], row, shift)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
