@@ -214,6 +214,21 @@ def test_it_takes_the_memory_that_it_says(name, dtype, value):
     assert peak <= plan.workspace_bytes + 150_000
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sums_of_some_outputs_at_a_time_take_the_memory_that_they_say(dtype):
+    """If the sums of all outputs do not fit, each loop reads the gradient of its own outputs in place."""
+    arguments, settings, expected = layer(2, 256, 1024, (9, 10), (3, 3), dict(groups=64, padding=1), dtype)
+    out = np.empty(expected.shape, dtype)
+    with cupyconv.options(threads=1, workspace_limit=280_000):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, *arguments, out=out, **settings)
+        assert (len(plan.steps) > 1) == (dtype == "float16")
+        cupyconv.conv_grad_weight(*arguments, out=out, **settings)
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv_grad_weight(*arguments, out=out, **settings))
+    assert peak <= plan.workspace_bytes + 150_000
+    assert_exact(out, expected, dtype)
+
+
 @pytest.mark.parametrize(
     "shape, groups, kernel, settings, is_lines",
     [

@@ -32,6 +32,7 @@ from cupyconv.numpy.group_products import PIXELS_ALONE, is_finite
 from cupyconv.numpy.lines import Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
 from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, LineRegions, parts_of, tile_shape
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, box_within, even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
@@ -60,7 +61,7 @@ class Turn(NamedTuple):
     taps: list[tuple[Any, np.ndarray]]  # index of taps of the weight, and their elements of the total
 
     def multiply(self, grad: np.ndarray) -> None:
-        """Compute the total of the lines that were read and of a gradient, (outputs, n, pixels)."""
+        """Compute the total of the lines that were read and of a gradient, (groups, outputs, n, pixels)."""
         for place, elements in self.shifted:
             place[...] = grad[elements]
         for zeros in self.others:
@@ -103,7 +104,7 @@ class GradientLines(GroupsGradientLoop):
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         geometry = problem.geometry
         lines = geometry.group_channels * lines_of(geometry) + geometry.group_outputs * geometry.kernel[2]
-        return LINES_BLOCK // (lines * np.dtype(problem.dtype).itemsize or 1), geometry.batch
+        return LINES_BLOCK // (lines * ITEMSIZE[accumulator(problem.dtype)] or 1), geometry.batch
 
     @classmethod
     def fitted(cls, problem: WeightGradientProblem, fixed: int, limit: int) -> Self:
@@ -154,6 +155,10 @@ class GradientLines(GroupsGradientLoop):
         products = (2 + ceil(length / (self._run or 1))) * of_gradient * of_image
         return ((of_gradient + of_image) * whole_lines(length, item) + besides + products) * item
 
+    @classmethod
+    def product_bytes(cls, problem: WeightGradientProblem) -> int:
+        return 0  # `group_bytes` has those of a few groups
+
     @property
     def columns_bytes(self) -> int:
         size = self._alone
@@ -194,7 +199,7 @@ class GradientLines(GroupsGradientLoop):
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry, regions, per_group = self.geometry, block.lines(self._row), self.geometry.group_channels
         image, grads = only_image(images, block), [self._as_lines(grad) for grad, _ in pairs]
-        is_line = grads[0].ndim == 3
+        is_line = grads[0].ndim == 4
         key, make = (regions.layout, block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
         steps = run.views(self, key, BUFFERS, make)
         for zeros in steps.zeros:
@@ -205,9 +210,8 @@ class GradientLines(GroupsGradientLoop):
             turn = steps.turns[groups.stop - groups.start]
             channels = slice(groups.start * per_group, groups.stop * per_group)
             turn.reading.read(images, image, channels, block, regions)
-            outputs = slice(groups.start * self._outputs, groups.stop * self._outputs)
-            for (grad, _), by_output, weight in zip(pairs, grads, weights):
-                turn.multiply(by_output[outputs])
+            for (grad, _), lines, weight in zip(pairs, grads, weights):
+                turn.multiply(lines[groups])
                 if not is_finite(turn.total):
                     self._add_alone(block, images.some(channels), grad[groups], weight[groups], is_first)
                     continue
@@ -219,10 +223,9 @@ class GradientLines(GroupsGradientLoop):
                         taps[tap] += values
 
     def _as_lines(self, grad: np.ndarray) -> np.ndarray:
-        """Return a gradient (groups, outputs, n, d, h, w) by output; with one axis of pixels if these are a line."""
-        images = grad.reshape(-1, *grad.shape[2:])
-        is_line = self._row == grad.shape[5] and images[:1, :1].flags.c_contiguous
-        return images.reshape(*images.shape[:2], -1) if is_line else images
+        """Return a gradient (groups, outputs, n, d, h, w), with one axis of pixels if these are a line."""
+        is_line = self._row == grad.shape[5] and grad[:1, :1, :1].flags.c_contiguous
+        return grad.reshape(*grad.shape[:3], -1, copy=False) if is_line else grad
 
     def _steps(self, run: WeightRun, regions: LineRegions, size: BlockSize, is_line: bool) -> Steps:
         """Make the views for a block that reads these regions, with a gradient that is a line or has three axes."""
@@ -233,11 +236,11 @@ class GradientLines(GroupsGradientLoop):
         factors, views = [], []
         of_each = (self._outputs, len(shifts)), (geometry.group_channels, len(regions.of_lines))
         for name, (images, lines) in zip(BUFFERS, of_each):
-            memory = run.scratch(name, (part * images, lines, pitch))[..., :length]
+            memory = run.scratch(name, (part, images, lines, pitch))[..., :length]
             factors.append(memory.reshape(part, images * lines, length))
-            views.append(memory.reshape(part * images, lines, samples, depth, height, self._row))
+            views.append(memory.reshape(part, images, lines, samples, depth, height, self._row))
         shifted, others = self._shifted(views[0], width, is_line)
-        reading = Reading.of(views[1], regions)
+        reading = Reading.of(views[1].reshape(-1, *views[1].shape[2:], copy=False), regions)
         of_run = min(self._run, length)
         count, rest = divmod(length, of_run)
         sizes = [factor.shape[1] for factor in factors]
@@ -248,8 +251,8 @@ class GradientLines(GroupsGradientLoop):
         for groups in {part, geometry.groups % part} - {0}:
             turns[groups] = Turn(
                 reading.first(groups * geometry.group_channels),
-                [(place[: groups * self._outputs], elements) for place, elements in shifted],
-                [zeros[: groups * self._outputs] for zeros in others],
+                [(place[:groups], elements) for place, elements in shifted],
+                [zeros[:groups] for zeros in others],
                 [(one[:groups], other[:groups], product[:groups]) for one, other, product in products],
                 runs[:groups] if len(runs[0]) > 1 else None,
                 total[:groups],
@@ -260,20 +263,20 @@ class GradientLines(GroupsGradientLoop):
     def _shifted(
         self, lines: np.ndarray, width: int, is_line: bool
     ) -> tuple[list[tuple[np.ndarray, Any]], list[np.ndarray]]:
-        """Return what is copied to lines (outputs, shifts, n, d, h, w), and their elements that are zeros.
+        """Return what is copied to lines (groups, outputs, shifts, n, d, h, w), and their elements that are zeros.
 
         All rows of a gradient that is a line are one run.  Elements that come from another row are overwritten.
         """
         row, copies, zeros = self._row, [], []
         for number, shift in enumerate(self._taps.shifts):
-            line = lines[:, number]
+            line = lines[:, :, number]
             first, last = max(0, shift), min(row, width + shift)
             if first >= last:
                 zeros.append(line)
                 continue
             if is_line:
-                by_sample = line.reshape(*line.shape[:2], -1)
-                length = by_sample.shape[2]
+                by_sample = line.reshape(*line.shape[:3], -1, copy=False)
+                length = by_sample.shape[3]
                 place, elements = slice(first, length + min(0, shift)), slice(max(0, -shift), length - first)
                 copies.append((by_sample[..., place], (..., elements)))
             else:
