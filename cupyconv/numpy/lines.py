@@ -24,6 +24,10 @@ from cupyconv.problem.geometry import ConvGeometry
 
 #: Most lines of a channel: with more, products of all columns take less time.
 MAX_LINES = 64
+#: Bytes of the lines of some groups, which stay in cache.
+LINES_BLOCK = 640 << 10
+#: Time of a call whose views already exist, relative to other calls.
+QUICK = 0.4
 
 
 class Taps(NamedTuple):

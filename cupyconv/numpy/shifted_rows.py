@@ -17,8 +17,8 @@ a view whose rows are the lines.
 
 A line continues from the end of one row of pixels to the beginning of the next.  Padding is zeros, so the few elements
 that a tap would read there are overwritten by zeros.  A line of a single row, or of a part of one, has its padding
-instead.  With a stride along the width, each phase of the elements has
-lines of its own.  A tap reads one of the phases, and the matrix has zeros for the others.
+instead.  With a stride along the width, each phase of the elements has lines of its own.  A tap reads one of the
+phases, and the matrix has zeros for the others.
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.numpy.convolution import CACHE_BLOCK, temporaries
 from cupyconv.numpy.group_products import GroupProducts, is_finite, sum_is_finite
-from cupyconv.numpy.lines import Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
+from cupyconv.numpy.lines import LINES_BLOCK, QUICK, Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
 from cupyconv.numpy.mec import column_parts, multiply_parts, part_of, parts_of_columns, place_parts, row_parts
 from cupyconv.numpy.windows import Block, Images, LineRegions, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import ConvProblem
 
-#: Bytes of the lines of some channels, which stay in cache.
-LINES_BLOCK = 640 << 10
 #: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
 ONE_THREAD = 9_000
 #: Seconds per element that is copied, copied from a strided place, written by a product, and added; to begin a sum; and
 #: to arrange an element of the weight.
 COPY, APART, WRITE, ADD, BEGIN, ARRANGE = 75e-12, 300e-12, 55e-12, 75e-12, 45e-9, 500e-12
-#: Time of a call whose views already exist, relative to other calls; calls to read a line of an input by its regions.
-QUICK, REGION_CALLS = 0.4, 3
+#: Calls to read a line of an input by its regions.
+REGION_CALLS = 3
 #: Pixels from which a product is about as fast as with more.
 LONG_PRODUCT = 768
 #: Names of the scratch buffers.  The last one is used only if sums are copied to the result.

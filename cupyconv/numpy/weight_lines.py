@@ -29,15 +29,13 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import whole_lines
 from cupyconv.numpy.convolution import temporaries
 from cupyconv.numpy.group_products import PIXELS_ALONE, is_finite
-from cupyconv.numpy.lines import Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
+from cupyconv.numpy.lines import LINES_BLOCK, QUICK, Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
 from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, LineRegions, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, box_within, even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Bytes of the lines of some groups, which stay in cache.
-LINES_BLOCK = 640 << 10
 #: Fewest elements of a line that are multiplied at a time; BLAS does not pack so few of so many lines.
 MIN_RUN = 128
 #: Seconds per element that is copied, or copied from a strided place; of a line that a product reads, or packs; and to
@@ -45,8 +43,6 @@ MIN_RUN = 128
 COPY, APART, READ, PACK, BEGIN = 65e-12, 220e-12, 20e-12, 800e-12, 45e-9
 #: Names of the scratch buffers.
 BUFFERS = "gradient lines", "lines", "product", "products of runs"
-#: Time of a call whose views already exist, relative to other calls.
-QUICK = 0.4
 
 
 class Turn(NamedTuple):
