@@ -210,7 +210,7 @@ def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
 def test_toeplitz_products_compute_these_problems_themselves(implementation, monkeypatch):
     """While sums are finite, Toeplitz products leave nothing to sums window by window, nor to other implementations."""
     kernel, size = ((5, 5), (256, 256)) if implementation is ToeplitzRows else ((1, 31), (4, 5_000))
-    monkeypatch.delattr(group_products, "scale_windows")
+    monkeypatch.delattr(group_products, "sum_windows")
     monkeypatch.setitem(depthwise.DEPTHWISE, "gemm", Method((implementation,)))
     forget_calls()
     rng = np.random.default_rng(0)

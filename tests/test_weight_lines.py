@@ -186,6 +186,7 @@ def test_the_smallest_block_is_a_row_of_one_group(settings, threads):
         ((70, 6), (65, 2), dict(), False),
         ((7, 6), (3, 3), dict(padding=2), True),
         ((7, 6), (3, 3), dict(padding=3), False),  # the first pixels read padding alone
+        ((5, 6), (1, 2), dict(padding=(0, 5), dilation=(1, 10)), False),  # those in the middle do
         ((7, 6), (3, 3), dict(padding=((0, 0), (0, 3))), True),  # lines have zeros behind each row
     ],
     ids=str,

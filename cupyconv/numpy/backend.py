@@ -39,8 +39,8 @@ _WORTH_SHARING_STEPS = 2e-3
 MAX_THREADS = 64
 #: Number of cached contexts: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
-#: Largest number of buffers, and of blocks' views of them, that a context or thread caches.  They need some kilobytes
-#: each, and are enough for more layers than most networks have.
+#: Largest number of buffers, and of blocks' views of them, that a context or thread caches.  They need ten to
+#: fifty kilobytes each, outside the budget, and are enough for more layers than most networks have.
 _CACHED_VIEWS = 128
 #: Calls per turn of a loop over small blocks whose calls are not counted.
 TURN_CALLS = 13

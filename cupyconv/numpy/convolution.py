@@ -67,7 +67,8 @@ METHODS = {
 MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
 #: Outputs so few that Winograd's transforms of the inputs take longer than the products that they save.
 FEW_OUTPUTS = 4
-#: Entries that replace those of `METHODS`: for several groups; for one group if Winograd saves few products or none.
+#: Entries that replace those of `METHODS`: for several groups; for one group if Winograd saves few products or none, or
+#: if there are few outputs.
 GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
 SHIFTED = {"gemm": Method("cupyconv.numpy.shifts")}
 
@@ -85,8 +86,8 @@ def plan_conv(problem: ConvProblem) -> Plan:
     if len(problem.xs) > 1:
         return choose(problem, MERGING)
     saves_few = winograd_refusal(problem) or sum(taps > 1 for taps in geometry.kernel) == 1
-    saves_few = saves_few or geometry.out_channels <= FEW_OUTPUTS
-    return choose(problem, METHODS | SHIFTED if saves_few else METHODS)
+    is_shifted = saves_few or geometry.out_channels <= FEW_OUTPUTS
+    return choose(problem, METHODS | SHIFTED if is_shifted else METHODS)
 
 
 def plan_like(plan: Plan, problem: ConvProblem) -> Plan:

@@ -1,4 +1,4 @@
-"""Products of each group's channels and kernels: the base of implementations for many groups of few channels.
+"""Products of each group's channels and kernels: the base of implementations for few channels per group or few outputs.
 
 A turn computes some groups, whose copies stay in cache.  Its products multiply zeros too, or leave out what a border
 would multiply, and zero times infinity is NaN.  Sums that are not finite are therefore recomputed from each window
@@ -23,6 +23,8 @@ from cupyconv.problem.problems import ConvProblem
 
 #: Bytes that one group copies for a block.
 COPIES_BLOCK = 4 * MEMORY_BLOCK
+#: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
+ONE_THREAD = 9_000
 #: Pixels that are recomputed at a time, each from its window alone, if sums are not finite.
 PIXELS_ALONE = 4096
 
@@ -36,7 +38,7 @@ class GroupProducts(ConvLoop):
 
     @classmethod
     def rough_seconds(cls, problem: ConvProblem) -> float:
-        """Return a rough estimate of one thread's time, independent of the block size; 0 if threads gain nothing."""
+        """Return a rough estimate of one thread's time, independent of the block size; only `workers` needs it."""
         return 0.0
 
     @property
@@ -112,7 +114,7 @@ class GroupProducts(ConvLoop):
     def _alone_bytes(self) -> int:
         """Bytes of the tile of these windows; 0 if a tile that is already counted contains it."""
         groups, block = self._alone
-        if not self.is_in_place:
+        if self.has_tile:
             return 0
         return prod(tile_shape(self.geometry, groups * self.geometry.group_channels, block)) * self.x_dtype.itemsize
 
@@ -123,8 +125,8 @@ class GroupProducts(ConvLoop):
 
     @property
     @abstractmethod
-    def is_in_place(self) -> bool:
-        """Whether products read the image in place."""
+    def has_tile(self) -> bool:
+        """Whether products read a tile.  It is counted, and has room for the windows that are recomputed."""
 
     #: Bytes that one turn may copy and compute for its groups.
     groups_bytes: ClassVar[int] = 0
@@ -150,7 +152,7 @@ class GroupProducts(ConvLoop):
         sums = self.place_of_sums(run, block)
         images, weight = run.images.some(self.channels(block.groups)), run.weight[block.groups]
         if not self.multiply(images, block, weight, sums):
-            self._sum_alone(run, block, self.kernels(weight), sums)
+            self._sum_alone(run, block, weight, sums)
         return sums
 
     def channels(self, groups: slice) -> slice:
@@ -158,13 +160,13 @@ class GroupProducts(ConvLoop):
         per_group = self.geometry.group_channels
         return slice(groups.start * per_group, groups.stop * per_group)
 
-    def _sum_alone(self, run: ConvRun, block: Block, kernels: np.ndarray, sums: np.ndarray) -> None:
+    def _sum_alone(self, run: ConvRun, block: Block, weight: np.ndarray, sums: np.ndarray) -> None:
         groups, size = self._alone
         for own in parts_of(len(sums), groups):
             some = slice(block.groups.start + own.start, block.groups.start + own.stop)
-            images = run.images.some(self.channels(some))
+            images, kernels = run.images.some(self.channels(some)), self.kernels(weight[own])
             for at, part in block.parts(size):
-                scale_windows(self.geometry, images.tile(part), kernels[own], sums[(own, slice(None), *at)])
+                sum_windows(self.geometry, images.tile(part), kernels, sums[(own, slice(None), *at)])
 
 
 def sum_is_finite(sums: np.ndarray) -> bool:
@@ -172,7 +174,7 @@ def sum_is_finite(sums: np.ndarray) -> bool:
     return bool(np.isfinite(np.einsum("abcdefgh"[: sums.ndim] + "->", sums)))
 
 
-def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
+def sum_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
     """Write the sums (groups, outputs per group, n, d, h, w) of a tile (channels, n, d, h, w), window by window."""
     c, n, *pixels = image.strides
     taps = [step * gap for step, gap in zip(pixels, geometry.dilation)]
@@ -186,8 +188,8 @@ def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray,
 def is_finite(array: np.ndarray) -> bool:
     """Whether all elements are finite; False too if the sum of their squares is not.
 
-    After other products, BLAS's product of vectors is in cache.  A function of NumPy that is not takes up to ten times
-    as long.
+    The code of BLAS's product of vectors is in cache after other products.  NumPy's functions, whose code is not, take
+    up to ten times as long.
     """
     elements = array.reshape(-1)
     return isfinite(np.matmul(elements, elements))

@@ -21,13 +21,14 @@ import numpy as np
 
 from cupyconv.numpy.windows import Block, Images, LineRegions
 from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
 #: Most lines of a channel: with more, products of all columns take less time.
 MAX_LINES = 64
 #: Bytes of the lines of some groups, which stay in cache.
 LINES_BLOCK = 640 << 10
-#: Time of a call whose views already exist, relative to other calls.
-QUICK = 0.4
+#: Time of a call whose views already exist, relative to other calls; calls to read a line of an input by its regions.
+QUICK, REGION_CALLS = 0.4, 3
 
 
 class Taps(NamedTuple):
@@ -39,7 +40,7 @@ class Taps(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Number of elements before the first of a line, or after the last, that shifted lines have."""
+        """Most elements that a shifted line has before the first element of a line, or after its last."""
         return max(0, -self.shifts[0], self.shifts[-1])
 
 
@@ -57,6 +58,12 @@ def lines_of(geometry: ConvGeometry) -> int:
 def row_of(geometry: ConvGeometry) -> int:
     """Return the elements of a line from one row of pixels to the next."""
     return max(geometry.out_size[2], -(-geometry.size[2] // geometry.stride[2]))
+
+
+def calls_to_read(problem: ConvProblem | WeightGradientProblem) -> float:
+    """Return the calls to read lines of several inputs, or of one that is transformed: some for each region."""
+    is_plain = len(problem.xs) == 1 and not problem.prologue
+    return 0.0 if is_plain else float(REGION_CALLS * lines_of(problem.geometry) * len(problem.xs))
 
 
 @lru_cache(maxsize=512)

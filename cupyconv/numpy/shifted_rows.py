@@ -16,8 +16,8 @@ few channels per group, or few outputs, copies take longer than products.  The s
 a view whose rows are the lines.
 
 A line continues from the end of one row of pixels to the beginning of the next.  Padding is zeros, so the few elements
-that a tap would read there are overwritten by zeros.  A line of a single row, or of a part of one, has its padding
-instead.  With a stride along the width, each phase of the elements has lines of its own.  A tap reads one of the
+of a computed line that would be added to pixels of another row are overwritten by zeros.  A line of a single row, or of
+a part of one, has its padding instead.  With a stride along the width, each phase of the elements has lines of its own.  A tap reads one of the
 phases, and the matrix has zeros for the others.
 """
 
@@ -34,21 +34,28 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.numpy.convolution import CACHE_BLOCK, temporaries
-from cupyconv.numpy.group_products import GroupProducts, is_finite, sum_is_finite
-from cupyconv.numpy.lines import LINES_BLOCK, QUICK, Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
+from cupyconv.numpy.group_products import ONE_THREAD, GroupProducts, is_finite, sum_is_finite
+from cupyconv.numpy.lines import (
+    LINES_BLOCK,
+    QUICK,
+    Reading,
+    Taps,
+    along_width,
+    calls_to_read,
+    has_lines,
+    lines_of,
+    only_image,
+    row_of,
+)
 from cupyconv.numpy.mec import column_parts, multiply_parts, part_of, parts_of_columns, place_parts, row_parts
 from cupyconv.numpy.windows import Block, Images, LineRegions, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import ConvProblem
 
-#: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
-ONE_THREAD = 9_000
 #: Seconds per element that is copied, copied from a strided place, written by a product, and added; to begin a sum; and
 #: to arrange an element of the weight.
 COPY, APART, WRITE, ADD, BEGIN, ARRANGE = 75e-12, 300e-12, 55e-12, 75e-12, 45e-9, 500e-12
-#: Calls to read a line of an input by its regions.
-REGION_CALLS = 3
 #: Pixels from which a product is about as fast as with more.
 LONG_PRODUCT = 768
 #: Names of the scratch buffers.  The last one is used only if sums are copied to the result.
@@ -70,7 +77,7 @@ class Turn(NamedTuple):
 class Steps(NamedTuple):
     """Views that calls share, made once: Python makes a dozen views in the time of a product of some channels."""
 
-    zeros: list[np.ndarray]  # padding, and ends of lines; nothing else writes these elements
+    zeros: list[np.ndarray]  # padding, and ends of lines: set to zero once per block, since turns do not write there
     turns: dict[int, Turn]  # by the number of groups
     pieces: list[slice]  # pieces of a line that are added at a time
 
@@ -81,7 +88,7 @@ class ShiftedRows(GroupProducts):
     name = "shifted rows"
     description = "products of the image shifted by rows, summed over the taps of the width"
     turn_calls = 14
-    is_in_place = True
+    has_tile = False
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -92,7 +99,7 @@ class ShiftedRows(GroupProducts):
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
         lines = geometry.group_channels * lines_of(geometry) + geometry.group_outputs * geometry.kernel[2]
-        # Two groups at least: blocks begin with slow calls, which others follow.
+        # Half of the bytes, so that a turn has two groups: the first calls of a block are slow.
         pixels = LINES_BLOCK // (2 * lines * ITEMSIZE[accumulator(problem.x_dtype)] or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
 
@@ -105,7 +112,7 @@ class ShiftedRows(GroupProducts):
 
     @classmethod
     def workers(cls, problem: ConvProblem) -> int:
-        return problem.host.threads
+        return problem.host.threads  # all, if there is one group (see `loops`)
 
     @property
     def products_work(self) -> float:
@@ -132,11 +139,8 @@ class ShiftedRows(GroupProducts):
 
     @property
     def _calls(self) -> float:
-        problem, lines = self.problem, lines_of(self.geometry)
-        quick = lines + len(self._of_other_rows) + 3.0
-        if len(problem.xs) > 1 or problem.prologue:  # a line has several regions, and each input its own calls
-            quick += REGION_CALLS * lines * len(problem.xs) / QUICK
-        return 8.0 + QUICK * quick * ceil(self.part / self.several)
+        calls = QUICK * (lines_of(self.geometry) + len(self._of_other_rows) + 3) + calls_to_read(self.problem)
+        return 8.0 + calls * ceil(self.part / self.several)
 
     # Lines
 
@@ -238,10 +242,16 @@ class ShiftedRows(GroupProducts):
     def _lines_bytes(self) -> tuple[int, int]:
         """Bytes of the lines that one group reads, with what a prologue writes besides; and of its other lines."""
         elements, outputs = self._sizes[2], self.geometry.group_outputs
+        sums = 0 if self._sums_are_lines else elements
         read, added = self._pitches(elements)
         besides = temporaries(self.geometry, self.problem.prologue) * self.geometry.group_channels * elements
         read = self._reads * read + besides
-        return read * self.x_dtype.itemsize, outputs * (self._lines * added + elements) * self.x_dtype.itemsize
+        return read * self.x_dtype.itemsize, outputs * (self._lines * added + sums) * self.x_dtype.itemsize
+
+    @property
+    def _alone_bytes(self) -> int:
+        kernels = self._alone[0] * self.geometry.group_outputs * self.geometry.reduction
+        return super()._alone_bytes + kernels * self.factor_dtype.itemsize
 
     @property
     def extra_bytes(self) -> int:
@@ -284,16 +294,15 @@ class ShiftedRows(GroupProducts):
         return len(weight), outputs, self._lines, channels, *geometry.kernel[:2], geometry.stride[2]
 
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        is_result, row = self._is_result(sums), self._row(block.size[3])
-        regions = block.lines(row, self._taps.shifts[0] if self._is_single else None)
-        make = partial(self._steps, images.scratch, regions, sums.shape, is_result)
-        key = regions.layout, sums.shape, is_result
-        steps = images.scratch.views(self, key, BUFFERS[: 3 - is_result], make)
+        regions = block.lines(self._row(block.size[3]), self._taps.shifts[0] if self._is_single else None)
+        make = partial(self._steps, images.scratch, regions, sums.shape)
+        names = BUFFERS[:2] if self._sums_are_lines else BUFFERS
+        steps = images.scratch.views(self, (regions.layout, sums.shape), names, make)
         for zeros in steps.zeros:
             zeros.fill(0)
         matrices, ones = row_parts(weight, self._part_of_product[0]), self._ones
         image = only_image(images, block)
-        lines = sums.reshape(*sums.shape[:3], 1, -1) if is_result else None
+        lines = sums.reshape(*sums.shape[:3], 1, -1, copy=False) if self._sums_are_lines else None
         for groups in parts_of(len(sums), self.several):
             turn = steps.turns[groups.stop - groups.start]
             turn.reading.read(images, image, self.channels(groups), block, regions)
@@ -312,18 +321,16 @@ class ShiftedRows(GroupProducts):
         is_exact = self._is_single or is_finite(weight)
         return is_exact and (not self._has_gaps or sum_is_finite(sums))
 
-    def _is_result(self, sums: np.ndarray) -> bool:
-        """Whether the rows of the result lie one after the other, as in a line."""
-        depth, height, width = sums.shape[3:]
-        d, h, w = sums.strides[3:]
-        is_line = w == sums.itemsize and (height == 1 or h == width * w) and (depth == 1 or d == height * h)
-        return is_line and (self._is_single or self._row(width) == width)
+    @cached_property
+    def _sums_are_lines(self) -> bool:
+        """Whether the rows of the sums lie one after the other, as in a line."""
+        return self._is_single or self._row(self.block[3]) == self.block[3]
 
     @cached_property
     def _ones(self) -> np.ndarray:
         return np.ones((1, self._lines), self.sums_dtype)
 
-    def _steps(self, scratch: Scratch, regions: LineRegions, shape: tuple[int, ...], is_result: bool) -> Steps:
+    def _steps(self, scratch: Scratch, regions: LineRegions, shape: tuple[int, ...]) -> Steps:
         """Make the views for a block that reads these regions, and whose sums have this shape."""
         c, outputs, samples, *size, width = shape
         row = self._row(width)
@@ -351,7 +358,7 @@ class ShiftedRows(GroupProducts):
         )
         pieces = list(parts_of(one, even_part(one, ONE_THREAD // lines)))
         of_lines = None
-        if not is_result:
+        if not self._sums_are_lines:
             of_lines = scratch.array(BUFFERS[2], (several, outputs, samples, 1, one), self.sums_dtype)
         turns = {}
         for count in {several, c % several} - {0}:

@@ -28,7 +28,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.group_products import COPIES_BLOCK, GroupProducts, sum_is_finite
+from cupyconv.numpy.group_products import COPIES_BLOCK, ONE_THREAD, GroupProducts, sum_is_finite
 from cupyconv.numpy.toeplitz import reach, strided, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -41,8 +41,6 @@ MAX_ROWS = 32
 ROWS_BLOCK = 4 * MEMORY_BLOCK
 #: Seconds of work that make another thread worth waking: calls are few, and their views already exist.
 SHARE = 250e-6
-#: Most elements of a matrix that OpenBLAS multiplies with a vector on one thread.
-ONE_THREAD = 9_000
 #: Fewest neighbouring pixels that are worth a product of their own.
 MIN_WIDTH = 64
 #: Seconds to begin a product, and a run of sums; seconds per element that is added, per matrix element, and per zero.
@@ -136,6 +134,10 @@ class ToeplitzRows(GroupProducts):
         """Taps along `axis`, along the other axis (depth or height), and along the width."""
         kernel = self.geometry.kernel
         return kernel[self.axis], kernel[1 - self.axis], kernel[2]
+
+    @property
+    def has_tile(self) -> bool:
+        return not self.is_in_place
 
     @cached_property
     def is_in_place(self) -> bool:

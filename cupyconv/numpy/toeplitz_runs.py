@@ -85,6 +85,10 @@ class ToeplitzRuns(GroupProducts):
     def tile_work(self) -> float:
         return 0.0 if self.is_in_place else super().tile_work
 
+    @property
+    def has_tile(self) -> bool:
+        return not self.is_in_place
+
     @cached_property
     def is_in_place(self) -> bool:
         """Whether windows are read from the image in place, except at the ends of its rows."""

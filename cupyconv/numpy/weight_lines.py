@@ -1,14 +1,14 @@
 """Weight gradient by lines: one product of the image shifted by rows and of the gradient shifted along its rows.
 
 The element of the weight at tap (i, j) is the sum of all pixels of the gradient times what this tap reads of the image.
-For each tap i along the height the line of the image that it reads is copied (see `lines`).  For each tap j along the
-width the gradient is copied, shifted by j elements, with zeros where the tap reads padding.  The product of these lines
-has all taps::
+For each tap i along the height, the line of the image that it reads is copied (see `lines`).  For each tap j along the
+width, the gradient is copied so that each of its pixels is where this tap reads the image, with zeros where no pixel
+reads.  The product of these lines has all taps: of kh + kw lines, not of kh * kw columns::
 
-    lines of the gradient     lines of the image       all taps
-    | . g g g ... |           | row - 1 | row | row + 1 |     | w w w |
-    | g g g g ... |     x     |  ...    | ... |  ...    |  =  | w w w |       kh + kw lines, not kh * kw columns
-    | g g g . ... |           |         |     |         |     | w w w |
+    lines of the gradient       lines of the image            all taps
+    | g g g ... g . |  tap 0    | row - 1 ... |               | w w w |
+    | g g g ... g g |  tap 1    | row     ... |  turned   =   | w w w |
+    | . g g ... g g |  tap 2    | row + 1 ... |               | w w w |
 
 The product has as many multiply-adds as one with all columns; with a stride along the width it has more, since a tap
 reads one of the phases only.
@@ -29,7 +29,18 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import whole_lines
 from cupyconv.numpy.convolution import temporaries
 from cupyconv.numpy.group_products import PIXELS_ALONE, is_finite
-from cupyconv.numpy.lines import LINES_BLOCK, QUICK, Reading, Taps, along_width, has_lines, lines_of, only_image, row_of
+from cupyconv.numpy.lines import (
+    LINES_BLOCK,
+    QUICK,
+    Reading,
+    Taps,
+    along_width,
+    calls_to_read,
+    has_lines,
+    lines_of,
+    only_image,
+    row_of,
+)
 from cupyconv.numpy.weight_sums import GroupsGradientLoop, Pairs, WeightRun
 from cupyconv.numpy.windows import Block, BlockSize, Images, LineRegions, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -71,7 +82,7 @@ class Turn(NamedTuple):
 class Steps(NamedTuple):
     """Views that calls share, made once: Python makes a dozen views in the time of a product of some groups."""
 
-    zeros: list[np.ndarray]  # padding of the image; nothing else writes these elements
+    zeros: list[np.ndarray]  # padding of the image: set to zero once per block, since turns do not write there
     turns: dict[int, Turn]  # by the number of groups
 
 
@@ -81,6 +92,7 @@ class GradientLines(GroupsGradientLoop):
     name = "lines"
     description = "matrix products of the image shifted by rows and the gradient shifted along rows"
     turn_calls = 8
+    groups_bytes = LINES_BLOCK
     reads_boxes = True
     products_are_summed = False
     fresh_work = 0.0  # memory is reused from call to call
@@ -91,8 +103,12 @@ class GradientLines(GroupsGradientLoop):
         if geometry.groups == 1 or geometry.kernel[2] == 1 or not has_lines(geometry) or 0 in geometry.out_size:
             return False
         # A pixel whose taps all read padding has no place in the lines: an infinity there would be lost.
-        shifts, row = along_width(geometry).shifts, row_of(geometry)
-        return all(any(0 <= pixel + shift < row for shift in shifts) for pixel in (0, geometry.out_size[2] - 1))
+        row, first = row_of(geometry), 0  # the first pixel without a place
+        for shift in reversed(along_width(geometry).shifts):
+            if first + shift < 0:
+                break
+            first = max(first, row - shift)
+        return first >= geometry.out_size[2]
 
     # Sizes
 
@@ -105,11 +121,6 @@ class GradientLines(GroupsGradientLoop):
     @classmethod
     def fitted(cls, problem: WeightGradientProblem, fixed: int, limit: int) -> Self:
         return cls.of_whole_rows(super().fitted(problem, fixed, limit), fixed, limit)
-
-    @cached_property
-    def part(self) -> int:
-        room = min(LINES_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
-        return even_part(self.geometry.groups, room // (self.group_bytes or 1))
 
     @cached_property
     def _taps(self) -> Taps:
@@ -130,7 +141,7 @@ class GradientLines(GroupsGradientLoop):
         of_image = geometry.group_channels * lines_of(geometry)
         return self._outputs * len(self._taps.shifts), of_image, prod(self.block[:3]) * self._row
 
-    @property
+    @cached_property
     def _run(self) -> int:
         """Elements of a line that are multiplied at a time: so few that BLAS packs no operand, or all."""
         *lines, length = self._sizes
@@ -148,7 +159,8 @@ class GradientLines(GroupsGradientLoop):
         of_gradient, of_image, length = self._sizes
         item = self._dtype.itemsize
         besides = temporaries(self.geometry, self.problem.prologue) * self.geometry.group_channels * length
-        products = (2 + ceil(length / (self._run or 1))) * of_gradient * of_image
+        runs = ceil(length / (self._run or 1))
+        products = (1 + (runs if runs > 1 else 0)) * of_gradient * of_image
         return ((of_gradient + of_image) * whole_lines(length, item) + besides + products) * item
 
     @classmethod
@@ -159,7 +171,7 @@ class GradientLines(GroupsGradientLoop):
     def columns_bytes(self) -> int:
         size = self._alone
         alone = 2 * prod(tile_shape(self.geometry, self.geometry.group_channels, (1, *size)))
-        return self.part * self.group_bytes + alone * self._dtype.itemsize
+        return super().columns_bytes + alone * self._dtype.itemsize
 
     @property
     def _alone(self) -> Triple:
@@ -174,21 +186,23 @@ class GradientLines(GroupsGradientLoop):
     @property
     def products_work(self) -> float:
         geometry, problem = self.geometry, self.problem
-        of_gradient, of_image, length = self._sizes
+        _, of_image, length = self._sizes
+        outputs = geometry.group_outputs  # `work` takes the share of this loop's outputs
+        of_gradient = outputs * len(self._taps.shifts)
         wide, multiply_adds = cost.width(problem.dtype), cost.multiply_adds(problem)
         copies = of_image * (APART if geometry.stride[2] > 1 else COPY) + of_gradient * COPY
         read = PACK if cost.is_complex_product(problem) else READ
         multiplied = of_gradient * of_image * cost.MULTIPLY_ADD * multiply_adds + (of_gradient + of_image) * read * wide
         begun = BEGIN * ceil(length / (self._run or 1))
         own = length * (copies * wide + multiplied) + begun
-        own += cost.summed(self._outputs * geometry.reduction, geometry.kernel[2], problem.dtype)
-        zeros = self._outputs * prod(self.block[:3]) * sum(map(abs, self._taps.shifts))
+        own += cost.summed(outputs * geometry.reduction, geometry.kernel[2], problem.dtype)
+        zeros = outputs * prod(self.block[:3]) * sum(map(abs, self._taps.shifts))
         return self.blocks * geometry.groups * (own + cost.left_out(zeros))
 
     @property
     def calls(self) -> float:
         quick = lines_of(self.geometry) + 3 * len(self._taps.shifts) + self.geometry.kernel[2]
-        return self.turns * (self.turn_calls + QUICK * quick)
+        return self.turns * (self.turn_calls + QUICK * quick + calls_to_read(self.problem))
 
     # Sums
 
@@ -197,7 +211,8 @@ class GradientLines(GroupsGradientLoop):
         image, grads = only_image(images, block), [self._as_lines(grad) for grad, _ in pairs]
         is_line = grads[0].ndim == 4
         key, make = (regions.layout, block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
-        steps = run.views(self, key, BUFFERS, make)
+        is_cut = block.size[0] * block.size[1] * block.size[2] * self._row > self._run
+        steps = run.views(self, key, BUFFERS if is_cut else BUFFERS[:3], make)
         for zeros in steps.zeros:
             zeros.fill(0)
         kernel = (-1, per_group, *geometry.kernel)
@@ -240,9 +255,10 @@ class GradientLines(GroupsGradientLoop):
         of_run = min(self._run, length)
         count, rest = divmod(length, of_run)
         sizes = [factor.shape[1] for factor in factors]
-        total = run.scratch(BUFFERS[2], (part, *sizes))
-        runs = run.scratch(BUFFERS[3], (part, count + (rest > 0), *sizes))
-        products = _in_runs(factors[0], factors[1], of_run, total if len(runs[0]) == 1 else runs)
+        total, runs = run.scratch(BUFFERS[2], (part, *sizes)), None
+        if count + (rest > 0) > 1:
+            runs = run.scratch(BUFFERS[3], (part, count + (rest > 0), *sizes))
+        products = _in_runs(factors[0], factors[1], of_run, total if runs is None else runs)
         turns = {}
         for groups in {part, geometry.groups % part} - {0}:
             turns[groups] = Turn(
@@ -250,7 +266,7 @@ class GradientLines(GroupsGradientLoop):
                 [(place[:groups], elements) for place, elements in shifted],
                 [zeros[:groups] for zeros in others],
                 [(one[:groups], other[:groups], product[:groups]) for one, other, product in products],
-                runs[:groups] if len(runs[0]) > 1 else None,
+                None if runs is None else runs[:groups],
                 total[:groups],
                 self._by_tap(total[:groups]),
             )

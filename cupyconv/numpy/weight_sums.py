@@ -46,8 +46,8 @@ RUN, MIN_RUN, FEW_ELEMENTS = 1024, 128, 960
 #: Elements of a result up to which NumPy holds the GIL during a product.
 HELD = 500
 
-#: Bytes that a part of the groups copies and computes for a block.  It is larger than
-#: elsewhere, so that each of the few calls is long.
+#: Bytes that a part of the groups copies and computes for a block.  It is larger than elsewhere, so that each of the few
+#: calls is long.
 CHANNELS_BLOCK = 4 * MEMORY_BLOCK
 
 #: Most bytes of scratch memory of a run that are reused from call to call.
@@ -232,10 +232,12 @@ class GroupsGradientLoop(WeightGradientLoop):
     """A loop that adds the products of some groups at a time, whose copies stay in cache, without `add_product`."""
 
     runs_bytes = 0
+    #: Bytes of the copies and products of the groups that are computed together.
+    groups_bytes: ClassVar[int] = CHANNELS_BLOCK
 
     @cached_property
     def part(self) -> int:
-        room = min(CHANNELS_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
+        room = min(self.groups_bytes, self.problem.limit // (4 * self.problem.host.threads))
         return even_part(self.geometry.groups, room // (self.group_bytes or 1))
 
     @property
@@ -356,7 +358,7 @@ class WeightRun:
         return self._product_scratch.array(name, shape)
 
     def views(self, of: Any, size: Hashable, names: Sequence[str], make: Callable[[], Views]) -> Views:
-        """Return views of these scratch arrays, which are cached as long as the arrays (see `Scratch.views`)."""
+        """Return views of this thread's scratch arrays for products, cached as long as these (see `Scratch.views`)."""
         return self._product_scratch.views(of, size, names, make)
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:

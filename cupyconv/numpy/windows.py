@@ -226,8 +226,8 @@ class LineRegions(NamedTuple):
 def line_regions(windows: Windows, block: tuple[range, ...], row: int, shift: int | None = None) -> LineRegions:
     """Return the regions that lines read, for every tap along depth and height and every phase along the width.
 
-    A line (see `lines`) has rows of `row` elements of a phase: from the first of the image on, without padding before
-    it; or, with a `shift`, from that many elements after the block's first pixel on.
+    A line (see `lines`) has rows of `row` elements of one phase.  Without a `shift`, they begin at the first element of
+    the image.  With one, they begin `shift` elements after the one at the block's first pixel, and may be padding.
     """
     first = 0 if shift is None else block[2].start + shift
     key = windows, block[:2], row, first
@@ -476,7 +476,7 @@ class Block:
         return tap_regions(self.geometry, self._ranges[1:])
 
     def lines(self, row: int, shift: int | None = None) -> LineRegions:
-        """Regions that lines with rows of `row` elements read; `line_regions` caches them."""
+        """Regions that lines with rows of `row` elements read (see `line_regions`, which caches them)."""
         return line_regions(self.geometry, self._ranges[1:], row, shift)
 
     @property
@@ -607,8 +607,8 @@ class Images:
         An unaligned input is copied, because a product would copy each of its overlapping windows.
         """
         tile = block.tile(self.channels)
-        is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
-        if is_one and self._transform is None and (elements := tile.regions[0][1]) is not None:
+        is_one = self.is_plain and len(tile.regions) == 1 and not tile.starts_as_zeros
+        if is_one and (elements := tile.regions[0][1]) is not None:
             image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
             if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize and image.flags.aligned:
                 return image
@@ -637,7 +637,7 @@ class Images:
             self.read(next(iter(block.taps)), block, columns[:, 0, 0, 0])
             return
         tile = block.tile(self.channels)
-        if tile.in_image is not None and self._is_plain(columns.dtype):
+        if tile.in_image is not None and self._is_factor(columns.dtype):
             image, (begin, strides) = self.inputs[0][0], tile.in_image
         else:
             image, begin, strides = self.tile(block), 0, tile.windows_strides
@@ -654,12 +654,10 @@ class Images:
             self.read(regions, block, columns)
             yield slice(t, t + 1), columns
 
-    def _is_plain(self, dtype: np.dtype) -> bool:
+    def _is_factor(self, dtype: np.dtype) -> bool:
         """Whether there is exactly one input, C-contiguous, of this dtype and without a prologue."""
-        if len(self.inputs) != 1 or self._transform is not None:
-            return False
-        ((image, _),) = self.inputs
-        return image.dtype == dtype and image.flags.c_contiguous
+        image = self.inputs[0][0] if self.is_plain else None
+        return image is not None and image.dtype == dtype and image.flags.c_contiguous
 
     def by_group(self, groups: int) -> Images:
         """Return images with channels split into groups, (n, groups, channels, d, h, w); no group spans two inputs."""
