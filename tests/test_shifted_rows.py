@@ -16,7 +16,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import backend, convolution, depthwise, group_products, shifted_rows
+from cupyconv.numpy import backend, convolution, depthwise, group_products, lines, shifted_rows
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.shifted_rows import ShiftedRows
@@ -272,8 +272,8 @@ class Seen(Scratch):
 def steps_of(loop):
     """Return the views for a loop's first block, and the bytes of their arrays by name."""
     block, scratch = next(iter(loop.each_block)), Seen(loop.x_dtype)
-    lines = block.lines(loop._row(block.size[3]), loop._taps.shifts[0] if loop._is_single else None)
-    return loop._steps(scratch, lines, block.sums_shape), scratch.sizes
+    regions = block.lines(loop._row(block.size[3]), loop._taps.shifts[0] if loop._is_single else None)
+    return loop._steps(scratch, regions, block.sums_shape), scratch.sizes
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -357,12 +357,11 @@ def test_layers_without_samples_channels_or_outputs(batch, channels, outputs):
         ((2, 128, 28, 28), 16, 3, True),
         ((1, 128, 56, 56), 32, 3, True),
         ((1, 128, 28, 28), 32, 3, True),
-        ((1, 32, 112, 112), 8, 3, False),
         ((1, 64, 28, 28), 2, 3, False),
     ],
 )
 def test_groups_of_few_channels_are_shifted(shape, groups, kernel, is_shifted, monkeypatch):
-    """Shifted rows took 0.5 to 0.7 of the time of shifted columns for the first four layers, 1.0 to 1.1 of the last."""
+    """Shifted rows took 0.5 to 0.7 of the time of shifted columns for the first four layers."""
     monkeypatch.undo()
     forget_calls()
     x, weight = array(*shape), array(shape[1], shape[1] // groups, kernel, kernel)
@@ -400,4 +399,4 @@ def test_lines_of_several_inputs_are_priced_by_their_calls():
     three = replace(three, machine=one.machine, workspace_limit=one.workspace_limit)
     (alone,), (together,) = ShiftedRows.loops(one)[0], ShiftedRows.loops(three)[0]
     assert alone.block == together.block and alone.work == together.work
-    assert together.calls - alone.calls >= together.turns * 3 * 3 * 9
+    assert together.calls - alone.calls == pytest.approx(together.turns * lines.REGION_CALLS * 3 * 9)

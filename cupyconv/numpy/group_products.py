@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun
+from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
 from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, box_within
 from cupyconv.problem.problems import ConvProblem
@@ -116,7 +116,9 @@ class GroupProducts(ConvLoop):
         groups, block = self._alone
         if self.has_tile:
             return 0
-        return prod(tile_shape(self.geometry, groups * self.geometry.group_channels, block)) * self.x_dtype.itemsize
+        tiles = 1 + temporaries(self.geometry, self.problem.prologue)
+        tile = prod(tile_shape(self.geometry, groups * self.geometry.group_channels, block))
+        return tiles * tile * self.x_dtype.itemsize
 
     @property
     @abstractmethod
