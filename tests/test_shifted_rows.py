@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 from hypothesis import given
+from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
 from test_depthwise import by_windows, depthwise_calls
@@ -67,12 +68,9 @@ def shifted_rows_only(monkeypatch):
 
 def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
     """Return a layer's arrays, its settings, and its result."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (batch, channels, *size)).astype(dtype)
     settings = dict(groups=channels, method="gemm") | settings
-    weight = rng.integers(-3, 4, (outputs, channels // settings["groups"], *kernel)).astype(dtype)
-    if np.dtype(dtype).kind == "c":
-        x, weight = x + 1j * x[::-1, ::-1], weight - 2j * weight[::-1]
+    x = integers(batch, channels, *size, dtype=dtype)
+    weight = integers(outputs, channels // settings["groups"], *kernel, dtype=dtype, seed=1)
     return x, weight, settings, reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
 from tolerance import assert_exact
@@ -60,11 +61,8 @@ def shifts_only(monkeypatch):
 
 def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
     """Return a layer's arrays and its result."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (batch, channels, *size)).astype(dtype)
-    weight = rng.integers(-3, 4, (outputs, channels // settings.get("groups", 1), *kernel)).astype(dtype)
-    if np.dtype(dtype).kind == "c":
-        x, weight = x + 1j * x[::-1, ::-1], weight - 2j * weight[::-1]
+    x = integers(batch, channels, *size, dtype=dtype)
+    weight = integers(outputs, channels // settings.get("groups", 1), *kernel, dtype=dtype, seed=1)
     return x, weight, reference.conv([x], weight, **settings)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference_gradients
+from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
 from tolerance import assert_exact
@@ -53,12 +54,9 @@ def lines_only(monkeypatch):
 
 def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
     """Return the arguments of a layer's weight gradient, and the gradient."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (batch, channels, *size)).astype(dtype)
+    x = integers(batch, channels, *size, dtype=dtype)
     weight = np.zeros((outputs, channels // settings["groups"], *kernel), dtype)
-    grad = rng.integers(-3, 4, cupyconv.conv(x, weight, method="direct", **settings).shape).astype(dtype)
-    if np.dtype(dtype).kind == "c":
-        x, grad = x + 1j * x[::-1, ::-1], grad - 2j * grad[::-1]
+    grad = integers(*cupyconv.conv(x, weight, method="direct", **settings).shape, dtype=dtype, seed=1)
     return (grad, x, kernel), settings, reference_gradients.conv_grad_weight(grad, x, kernel, **settings)
 
 
