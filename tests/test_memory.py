@@ -233,9 +233,9 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
         del result
         plan = cupyconv.explain(function, **case)
         cupyconv.clear_caches()
-        before = caches._spent
+        before = caches.spent()
         first = peak_bytes(lambda: function(**case))
-        stays = caches._spent - before
+        stays = caches.spent() - before
         peak = peak_bytes(lambda: function(**case))
     assert peak <= new + plan.workspace_bytes + PYTHON_OBJECTS, (peak - new, str(plan))
     assert first <= new + plan.workspace_bytes + stays + PLANNING, (first - new, stays, str(plan))

@@ -164,6 +164,20 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
     assert forked_while_another_thread_holds((caches._lock, forms._lock), child) == 0
 
 
+def test_memory_is_freed_without_waiting():
+    """Without the GIL, a child of a fork frees arrays before its locks are replaced; it once waited there for ever."""
+    before, counted = caches.spent(), threading.Event()
+    with caches._lock:  # as a thread of the parent may
+        freeing = threading.Thread(target=lambda: (caches.release(0), counted.set()))
+        freeing.start()
+        assert counted.wait(20)
+    freeing.join()
+    assert caches.reserve(1000) and caches.spent() >= before + 1000
+    held = caches.spent()
+    caches.release(1000)
+    assert caches.spent() == held - 1000
+
+
 @needs_fork
 def test_a_child_of_a_fork_while_another_thread_works_out_a_property():
     """Python 3.11 locks each cached property.  Children do not wait for a parent's thread; one of 200 once hung."""

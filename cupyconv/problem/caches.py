@@ -19,6 +19,7 @@ import gc
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cached_property
 from itertools import count
@@ -44,6 +45,8 @@ _after_clearing: list[Callable[[], None]] = []
 _spent = 0
 _reserved = 0
 _lock = RLock()
+#: Bytes of reserved memory that was freed, but is still counted.
+_released: deque[int] = deque()
 
 
 class Cache(Generic[ValueT]):
@@ -74,6 +77,7 @@ class Cache(Generic[ValueT]):
         if nbytes > LARGEST:
             return
         with _lock:
+            _count_released()
             self._evict(key)
             _evict_for(nbytes)
             if len(self._entries) >= self.most:  # evict several: finding the oldest costs as much as finding some
@@ -163,6 +167,7 @@ def reserve(nbytes: int) -> bool:
     """
     global _reserved
     with _lock:
+        _count_released()
         if _reserved + nbytes > BUDGET - LARGEST or not _evict_for(nbytes):
             return False
         _reserved += nbytes
@@ -171,9 +176,19 @@ def reserve(nbytes: int) -> bool:
 
 
 def release(nbytes: int) -> None:
-    """Undo `reserve`."""
+    """Undo `reserve`, when bytes are next counted.
+
+    This waits for no lock, because memory may be freed at any moment: in the child of a fork even before `_lock`, which
+    a thread of the parent may hold, is replaced.
+    """
+    _released.append(nbytes)
+
+
+def _count_released() -> None:
+    """Count the memory that was freed; the caller holds the lock."""
     global _reserved
-    with _lock:
+    while _released:
+        nbytes = _released.popleft()
         _reserved -= nbytes
         _spend(-nbytes)
 
@@ -198,6 +213,9 @@ def clear() -> None:
 
 def spent() -> int:
     """Bytes that are cached."""
+    if _released:
+        with _lock:
+            _count_released()
     return _spent
 
 
