@@ -80,7 +80,7 @@ class options(AbstractContextManager["Settings"]):
     Notes
     -----
     Inside the block, an omitted setting has its default value, even if an enclosing block sets it.  New threads start
-    with the defaults.
+    with the defaults, unless they inherit the context of their starter (``sys.flags.thread_inherit_context``).
 
     Examples
     --------

@@ -63,7 +63,7 @@ PLACES, LINES_OF_A_PLACE = 4096, 8
 CACHED_REGIONS = 256
 #: Upper bounds in bytes, for regions that are slices: of a block's key, with all that a geometry computes later; of a
 #: region.
-_KEY_BYTES, _REGION_BYTES = 3072, 1024
+_KEY_BYTES, _REGION_BYTES = 4096, 1024
 #: Largest tile, in bytes, that is filled with zeros as a whole: one long write is faster than several short ones.
 _SMALL_TILE = 2 << 20
 
