@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,7 +107,7 @@ def test_new_threads_begin_with_the_defaults():
         thread = threading.Thread(target=lambda: seen.append(current_settings()))
         thread.start()
         thread.join()
-    assert seen == [replace(DEFAULTS, threads=2) if inherits else DEFAULTS]
+    assert seen == [Settings(threads=2) if inherits else DEFAULTS]
 
 
 def test_a_copied_context_has_its_settings_for_itself():
