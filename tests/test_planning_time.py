@@ -46,6 +46,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "wide": (cupyconv.conv, (huge(1, 64, 2**20, 2**20), huge(64, 64, 3, 3)), {"padding": 1}),
     "many samples": (cupyconv.conv, (huge(2**40, 3, 8, 8), huge(4, 3, 3, 3)), {"padding": 1}),
     "many taps": (cupyconv.conv, (huge(1, 1, 2**30), huge(1, 1, 10**9)), {"padding": 9, "padding_mode": "reflect"}),
+    "many taps and zeros": (cupyconv.conv, (huge(1, 1, 2**30), huge(1, 1, 10**9)), {"padding": 9}),
+    "many taps of groups": (
+        cupyconv.conv_grad_weight,
+        (huge(1, 4, 2**30 - 10**9 + 1), huge(1, 4, 2**30), 10**9),
+        {"groups": 2},
+    ),
     "many groups": (cupyconv.conv, (huge(1, 10**6, 64, 64), huge(10**6, 1, 3, 3)), {"groups": 10**6}),
     "many channels": (cupyconv.conv, (huge(1, 10**9, 8, 8), huge(8, 10**9, 3, 3)), {}),
     "far taps": (cupyconv.conv, (huge(1, 4, 2**31), huge(4, 4, 2)), {"dilation": 2**30}),

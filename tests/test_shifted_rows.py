@@ -223,6 +223,8 @@ def test_a_long_row_is_cut_and_threads_share_its_parts(monkeypatch):
         ((7, 6), (3, 3), dict(padding_mode="edge", padding="valid"), True),
         ((70, 6), (64, 2), dict(), True),
         ((70, 6), (65, 2), dict(), False),
+        ((1, 2000), (1, 1024), dict(), True),
+        ((1, 2000), (1, 1025), dict(), False),
         ((70, 6), (32, 2), dict(stride=(1, 2)), True),
         ((70, 6), (32, 2), dict(stride=(1, 3)), False),
     ],

@@ -180,6 +180,8 @@ def test_the_smallest_block_is_a_row_of_one_group(settings, threads):
         ((7, 6), (3, 3), dict(padding=1, groups=1), False),
         ((7, 6), (3, 3), dict(padding=1, padding_mode="edge"), False),
         ((7, 6), (3, 3), dict(padding_mode="edge", padding="valid"), True),
+        ((1, 2000), (1, 1024), dict(), True),
+        ((1, 2000), (1, 1025), dict(), False),
         ((70, 6), (64, 2), dict(), True),
         ((70, 6), (65, 2), dict(), False),
         ((7, 6), (3, 3), dict(padding=2), True),

@@ -23,8 +23,9 @@ from cupyconv.numpy.windows import Block, Images, LineRegions
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
-#: Most lines of a channel: with more, products of all columns take less time.
-MAX_LINES = 64
+#: Most lines of a channel, and most taps that shift a line: with more, other products or transforms take less time, and
+#: there would be millions of views to plan.
+MAX_LINES, MAX_TAPS = 64, 1024
 #: Bytes of the lines of some groups, which stay in cache.
 LINES_BLOCK = 640 << 10
 #: Time of a call whose views already exist, relative to other calls; calls to read a line of an input by its regions.
@@ -45,9 +46,9 @@ class Taps(NamedTuple):
 
 
 def has_lines(geometry: ConvGeometry) -> bool:
-    """Whether taps read zeros beyond the ends of rows, and lines are few."""
+    """Whether taps read zeros beyond the ends of rows, and lines and taps are few."""
     has_zeros = geometry.padding_mode == "constant" or not any(geometry.before + geometry.after)
-    return has_zeros and lines_of(geometry) <= MAX_LINES
+    return has_zeros and lines_of(geometry) <= MAX_LINES and geometry.kernel[2] <= MAX_TAPS
 
 
 def lines_of(geometry: ConvGeometry) -> int:
