@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from targets import Target
 
 import cupyconv
+from cupyconv.problem.problems import NotApplicable
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,18 @@ def least_workspace(call: Callable[[], object]) -> int:
             assert needed is not None, refusal
             return int(needed[1].replace(",", ""))
     return 0
+
+
+def smallest_block(loops: Callable[[Any], Any], problem: Any, limit: int) -> tuple[int, str, Any]:
+    """Return the first limit that is enough, the words of the last refusal, and what `loops` returns with this limit.
+
+    The limit is raised to the bytes that each refusal names.  These must be more than there were.
+    """
+    words = ""
+    while True:
+        try:
+            return limit, words, loops(replace(problem, workspace_limit=limit))
+        except NotApplicable as refusal:
+            words = str(refusal)
+            assert refusal.needed > limit
+            limit = refusal.needed

@@ -11,6 +11,7 @@ from hypothesis import given
 from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
+from refusals import smallest_block
 from test_depthwise import by_windows, depthwise_calls
 from tolerance import assert_exact
 
@@ -183,17 +184,9 @@ def test_the_limit_holds(limit):
 @pytest.mark.parametrize("settings", [dict(padding=1), dict(stride=2, padding=1), dict()], ids=str)
 def test_the_smallest_block_is_a_pixel_of_one_group(settings, threads):
     """The bytes that a refusal names are enough for this block, and one byte less is refused."""
-    refusals, limit = [], 300
-    while True:
-        problem = problem_of(2, 4, 4, (9, 90), (3, 3), settings, threads=threads, limit=limit)
-        try:
-            (loop,), nbytes = ShiftedRows.loops(problem)
-            break
-        except NotApplicable as refusal:
-            refusals.append(str(refusal))
-            assert refusal.needed > limit
-            limit = refusal.needed
-    assert refusals[-1].startswith(f"the smallest block needs {limit:,} bytes")
+    problem = problem_of(2, 4, 4, (9, 90), (3, 3), settings, threads=threads)
+    limit, words, ((loop,), nbytes) = smallest_block(ShiftedRows.loops, problem, 300)
+    assert words.startswith(f"the smallest block needs {limit:,} bytes")
     assert loop.block == (1, 1, 1, 1) and loop.several == 1
     assert sum(nbytes.values()) + 2 * Plan.ALIGNMENT <= limit
     with pytest.raises(NotApplicable, match="the smallest block needs"):

@@ -11,6 +11,7 @@ import reference
 from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
+from refusals import smallest_block
 from tolerance import assert_exact
 
 import cupyconv
@@ -314,17 +315,9 @@ def test_it_is_for_several_rows_and_taps_and_zeros_at_the_ends_of_rows(size, ker
 )
 def test_the_smallest_block_is_a_row_of_one_group(kernel, settings, threads):
     """The bytes that a refusal names are enough for this block, and one byte less is refused."""
-    refusals, limit = [], 300
-    while True:
-        problem = problem_of(2, 4, 6, (3, 90), kernel, settings, threads=threads, limit=limit)
-        try:
-            (loop,), nbytes = Shifts.loops(problem)
-            break
-        except NotApplicable as refusal:
-            refusals.append(str(refusal))
-            assert refusal.needed > limit
-            limit = refusal.needed
-    assert refusals[-1].startswith(f"a row needs {limit:,} bytes")
+    problem = problem_of(2, 4, 6, (3, 90), kernel, settings, threads=threads)
+    limit, words, ((loop,), nbytes) = smallest_block(Shifts.loops, problem, 300)
+    assert words.startswith(f"a row needs {limit:,} bytes")
     assert loop.block == (1, 1, 1, 90) and loop.part == 1
     assert sum(nbytes.values()) + 2 * shifts.Plan.ALIGNMENT <= limit
     with pytest.raises(NotApplicable, match="a row needs"):

@@ -10,6 +10,7 @@ import reference_gradients
 from integer_arrays import integers
 from peak_memory import peak_bytes
 from plans import array
+from refusals import smallest_block
 from tolerance import assert_exact
 
 import cupyconv
@@ -18,7 +19,7 @@ from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import backend, weight_gradient, weight_lines
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.weight_lines import GradientLines
-from cupyconv.problem.problems import HostModel, NotApplicable
+from cupyconv.problem.problems import HostModel
 
 #: Samples, channels, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -156,17 +157,9 @@ def test_the_memory_may_have_held_anything_before(name):
 @pytest.mark.parametrize("settings", [dict(padding=1), dict(stride=2, padding=1), dict()], ids=str)
 def test_the_smallest_block_is_a_row_of_one_group(settings, threads):
     """The bytes that a refusal names are enough for this block."""
-    refusals, limit = [], 3000
-    while True:
-        problem = problem_of(2, 4, 4, (9, 90), (3, 3), settings | dict(groups=2), threads=threads, limit=limit)
-        try:
-            (loop, *_), nbytes = GradientLines.loops(problem)
-            break
-        except NotApplicable as refusal:
-            refusals.append(str(refusal))
-            assert refusal.needed > limit
-            limit = refusal.needed
-    assert refusals[-1].startswith(f"a row needs {limit:,} bytes")
+    problem = problem_of(2, 4, 4, (9, 90), (3, 3), settings | dict(groups=2), threads=threads)
+    limit, words, ((loop, *_), nbytes) = smallest_block(GradientLines.loops, problem, 3000)
+    assert words.startswith(f"a row needs {limit:,} bytes")
     assert loop.block == (1, 1, 1, problem.geometry.out_size[2]) and loop.part == 1
     assert sum(nbytes.values()) <= limit
 
