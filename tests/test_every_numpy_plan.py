@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from peak_memory import peak_bytes
+from peak_memory import OF_OBJECTS, peak_bytes
 from plans import array
 from strategies import share_of_examples
 
@@ -479,7 +479,7 @@ def taken(plan: Plan, arrays: dict[str, Any]) -> tuple[int, int]:
     for loop in loops:
         border = OF_A_BORDER * loop.geometry.taps * (loop.geometry.padding_mode != "constant")
         objects += OF_A_TURN * loop.turns + border
-    return peak, objects
+    return peak, int(objects * OF_OBJECTS)
 
 
 @pytest.mark.parametrize("name", ["conv", "conv_grad_weight"])

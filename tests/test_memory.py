@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import tracemalloc
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -157,6 +158,28 @@ def test_nothing_of_a_call_waits_for_the_collector(name, no_collector):
     alive = weakref.ref(x), weakref.ref(weight)
     del x, weight
     assert [array() for array in alive] == [None, None]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_are_freed_when_a_call_returns(threads, no_collector):
+    """The memory of its blocks is in no cycle of references, on a Python without the GIL either."""
+    xs = [np.ones((64, 8, 32, 32), np.float32) for _ in range(2)]
+
+    def call():
+        with cupyconv.options(threads=threads):
+            cupyconv.max_pool(xs, (2, 2))
+            cupyconv.conv(xs, np.ones((4, 16, 3, 3), np.float32), method="gemm")
+
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(5):
+            call()
+        assert tracemalloc.get_traced_memory()[0] - before < PYTHON_OBJECTS
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])

@@ -5,7 +5,6 @@ This module also defines the base class of all steps, and the scratch memory tha
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -147,16 +147,18 @@ class Scratch:
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
         self.dtype = dtype
-        self._of_thread = threading.local() if rounds > 1 else None
+        #: By thread.  A `threading.local` would wait for the collection of cycles on a Python without the GIL.
+        self._of_thread: dict[int, _Buffers] | None = {} if rounds > 1 else None
 
     @property
     def _buffers(self) -> _Buffers | None:
         """This thread's cached buffers; None if nothing is cached."""
         if self._of_thread is None:
             return None
-        buffers: _Buffers | None = getattr(self._of_thread, "buffers", None)
+        thread = get_ident()
+        buffers = self._of_thread.get(thread)
         if buffers is None:
-            buffers = self._of_thread.buffers = _Buffers()
+            buffers = self._of_thread[thread] = _Buffers()
         return buffers
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
