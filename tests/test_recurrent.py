@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -302,6 +303,32 @@ def test_a_step_into_given_arrays(target, cell):
     STEPS[cell](views["x"][0], *states, **weights, out=outs if cell == "lstm" else outs[0])
     for one, wanted in zip(outs, expected):
         np.testing.assert_array_equal(target.to_host(one), target.to_host(wanted))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("samples", "hidden", "small"), [(1, 40, True), (4, 40, True), (4, 300, False)])
+def test_steps_of_a_few_samples(cell, samples, hidden, small):
+    """A step of a few samples is computed on the caller's arrays, also in turn with calls of another thread."""
+    optional = ("bias_ih", "h0", *(("c0",) if cell == "lstm" else ()))
+    case = RecurrentCase(cell=cell, steps=3, batch=samples, inputs=30, hidden=hidden, optional=optional)
+    arrays = case.arrays()
+    weights = {name: a for name, a in arrays.items() if name.startswith(("weight", "bias"))}
+    states = [arrays[name][0] for name in ("h0", "c0") if name in arrays]
+    plan = cupyconv.explain(STEPS[cell], arrays["x"][0], *states, **weights)
+    assert plan.steps[0].is_small is small
+
+    def sequence(_):
+        now = states
+        for x in arrays["x"]:
+            after = STEPS[cell](x, *now, **weights)
+            now = list(after) if cell == "lstm" else [after]
+        return now
+
+    expected = case.expected(arrays)
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(sequence, range(20)):
+            for state, wanted in zip(results, (expected.h[0], expected.c[0])):
+                case.assert_close(state, wanted, expected.largest)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -17,7 +17,7 @@ from cupyconv.numpy.backend import LINE, NumpyStep
 from cupyconv.numpy.recurrent_cells import IN_PLACE
 from cupyconv.numpy.recurrent_inputs import chunk_ahead, division
 from cupyconv.numpy.recurrent_layer import RecurrentLayer
-from cupyconv.numpy.recurrent_lone import lone_step
+from cupyconv.numpy.recurrent_small import is_small, small_step
 from cupyconv.numpy.recurrent_weights import block_of_rows, in_blocks
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
@@ -127,15 +127,21 @@ class RecurrentStep(NumpyStep):
         return cost.holds_blas(self.threads, problem.host, largest)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return lone_step(self.problem, self.dtype) if self.is_lone else RecurrentLayer(self).run
+        return small_step(self.problem, self.dtype) if self.is_small else RecurrentLayer(self).run
 
     @property
-    def is_lone(self) -> bool:
-        """Whether this is a step of one sample that needs little memory, with all arrays in the dtype `dtype`."""
+    def is_small(self) -> bool:
+        """Whether this is a step on one thread that needs little memory, with all arrays in the dtype `dtype`."""
         problem = self.problem
         dtypes = {operand.dtype for operand in problem.operands.values()}
-        is_one = self.is_single and problem.geometry.batch == problem.geometry.directions == 1
-        return is_one and self.keeps_memory and not (self.copied or problem.kept) and dtypes == {self.dtype}
+        is_one = self.is_single and problem.geometry.directions == 1 and self.samples >= problem.geometry.batch
+        return (
+            is_one
+            and self.keeps_memory
+            and not (self.copied or problem.kept)
+            and dtypes == {self.dtype}
+            and is_small(problem)
+        )
 
 
 def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from cupyconv.numpy.recurrent_cells import Step, cell_of
 from cupyconv.numpy.recurrent_inputs import InputsAhead
-from cupyconv.numpy.recurrent_lone import WEIGHTS
+from cupyconv.numpy.recurrent_small import WEIGHTS
 from cupyconv.numpy.recurrent_weights import Weights, in_blocks, is_doubled, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import dtype_from_name
