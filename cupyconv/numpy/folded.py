@@ -12,7 +12,7 @@ the image's are small.  A border is computed in an array of its own, and then ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -21,7 +21,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
-from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
+from cupyconv.numpy.gathered import GatheredLoop, plan_gathered, workspace_with_kept
 from cupyconv.numpy.windows import five_axes, padded_index
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
@@ -60,6 +60,11 @@ class Border(NumpyStep):
     @property
     def seconds(self) -> float:
         return seconds_of(self.loops) + cost.BORDER_CALLS * cost.CALL
+
+    def without_cache(self) -> Border:
+        """Return the same step, which keeps no memory between calls."""
+        loops = (replace(loop, keeps=False) if isinstance(loop, GatheredLoop) else loop for loop in self.loops)
+        return replace(self, loops=tuple(loops))
 
     def __str__(self) -> str:
         extents = " x ".join(str(len(along)) for along in self.box)
@@ -108,6 +113,11 @@ class Border(NumpyStep):
             at += np.flip(border, 2 + axis) if backwards else border
 
 
+def _kept(steps: Iterable[Any]) -> int:
+    """Bytes that these steps keep between calls."""
+    return sum(step.cached_memory for step in steps if isinstance(step, GatheredLoop))
+
+
 def _along(image: np.ndarray, axis: int, run: range) -> np.ndarray:
     """Return a view of some elements along a spatial axis."""
     return image[(slice(None),) * (2 + axis) + (slice(run.start, run.stop),)]
@@ -123,7 +133,8 @@ def plan_folded(problem: TransposedProblem) -> Plan:
     if problem.dtype != accumulator(problem.dtype):
         raise NotApplicable("the sums would be rounded twice")
     image = plan_gathered(replace(problem, geometry=replace(geometry, padding_mode="constant")))
-    steps, beside, workspace = list(image.steps), 0, image.workspace_bytes
+    beside, parts = 0, [(image.workspace_bytes, _kept(image.steps))]
+    borders: list[Border] = []
     for box in _borders(geometry):
         shape = (*map(len, box),)
         outs = tuple(
@@ -138,8 +149,13 @@ def plan_folded(problem: TransposedProblem) -> Plan:
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
         plan = plan_gathered(replace(part, machine=replace(problem.host, threads=threads)))
         beside = max(beside, 2 * nbytes)
-        workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
-        steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
+        parts.append((plan.workspace_bytes + 2 * nbytes, _kept(plan.steps)))
+        borders.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
+    workspace = workspace_with_kept(parts, problem.limit)
+    if not workspace:
+        borders = [border.without_cache() for border in borders]
+        workspace = max(own for own, _ in parts) + parts[0][1]
+    steps = [*image.steps, *borders]
     return replace(
         image,
         problem=problem.title,

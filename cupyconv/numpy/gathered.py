@@ -10,7 +10,7 @@ If the stride is larger than the kernel, no tap reaches some elements: zeros are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -94,6 +94,11 @@ class GatheredLoop(GatheringStep):
 
     #: Whether x is also multiplied by zeros.
     has_zero_taps = False
+
+    @property
+    def cached_memory(self) -> int:
+        """Bytes that this part keeps between calls."""
+        return self.convolution.cached_memory if self.keeps else 0
 
     @property
     def adds_zeros(self) -> bool:
@@ -192,6 +197,17 @@ def check_gathers(problem: TransposedProblem) -> None:
         raise NotApplicable("not supported for several results of a grouped convolution")
 
 
+def workspace_with_kept(parts: Sequence[tuple[int, int]], limit: int) -> int:
+    """Return the workspace of parts that run in turn and keep memory between calls, given both numbers of each.
+
+    It is 0 if they should not: if it exceeds the limit, or if all parts together would keep more than one convolution
+    may.  Then each call would be planned again.
+    """
+    kept = sum(own for _, own in parts)
+    most = max(workspace + kept - own for workspace, own in parts)
+    return most if kept <= CACHED_MEMORY and (most <= limit or not kept) else 0
+
+
 def plan_gathered(problem: TransposedProblem) -> Plan:
     """Plan the results as convolutions; raise ValueError if that does not apply, or one of them has no plan."""
     geometry = problem.geometry
@@ -224,12 +240,11 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
-    # All parts together cache no more than one convolution may: with more, each call would be planned again.
-    kept = sum(step.convolution.cached_memory for step in steps if isinstance(step, GatheredLoop))
+    parts = [(plan.workspace_bytes, sum(getattr(loop, "cached_memory", 0) for loop in plan.steps)) for plan in plans]
     blocks = max(plan.workspace_bytes for plan in plans)
-    if kept <= min(CACHED_MEMORY, max(blocks, problem.limit_with(weight) - weight)):
+    if with_kept := workspace_with_kept(parts, problem.limit_with(weight) - weight):
         steps = [replace(step, keeps=True) if isinstance(step, GatheredLoop) else step for step in steps]
-        blocks = max(blocks, kept)
+        blocks = with_kept
     of = " (largest convolution)" * (len(plans) > 1)
     sizes = {"weight": weight, "blocks": blocks}
     return by_another(

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 PRODUCT_OUTPUTS = 32
 #: Pixels from which longer products are not faster.  Every product reads, and packs, the whole weight.
 LONG_PRODUCT = 256
-#: Bytes of columns up to which setup dominates the time of a lone product.
-SMALL = 128 << 10
+#: Bytes of columns up to which setup dominates the time of a lone product; and calls of one whose setup is cached.
+SMALL, LONE_CALLS = 512 << 10, 2
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,10 @@ class Product(ConvLoop):
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return self.run if self.lone is None else self.lone.run
+
+    @property
+    def calls(self) -> float:
+        return super().calls if self.lone is None else LONE_CALLS
 
     @property
     def cached_memory(self) -> int:

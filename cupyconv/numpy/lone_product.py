@@ -107,7 +107,7 @@ class LoneProduct:
         product = cost.product(geometry.out_channels, geometry.reduction, length, problem)
         if self._is_view:
             return product
-        return self._tile_seconds + cost.copied(geometry.reduction * length, run, problem.x_dtype) + product
+        return self._tile_seconds + cost.shifted(geometry.reduction * length, run, problem.x_dtype) + product
 
     @property
     def _tile_seconds(self) -> float:
