@@ -151,8 +151,9 @@ def test_a_convolution_is_followed_through_few_files():
     them: `cost`, the only place that estimates times of methods, and `caches`, the only budget of what is cached between
     calls.  In `numpy/`, all kinds of problems share `choice` and `block_loops`: in one file with the convolution's own
     code they were 700 lines of three subjects, and a reader of one subject does not want the others.
+    A smaller call also enters `lone_product`.
     """
-    arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
+    arrays = "x, weight = numpy.ones((2, 8, 33, 33), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
     entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
     assert any(name.endswith("ops/conv.py") for name in entered)
     assert len(entered) <= 19, sorted(entered)

@@ -45,7 +45,7 @@ def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run
         if elements is None:
             continue
         where = at.start
-        for first, step, count in _progressions(elements):
+        for first, step, count in _progressions(elements, at.stop - at.start):
             while count:
                 chunk = bisect_right(borders, first) - 1
                 begin, end = borders[chunk], borders[chunk + 1]
@@ -60,10 +60,10 @@ def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run
     return runs
 
 
-def _progressions(elements: slice | np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield first, step and count of stretches in which indices go up by one, down by one, or repeat."""
+def _progressions(elements: slice | np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first, step and count of stretches in which `count` indices go up by one, down by one, or repeat."""
     if isinstance(elements, slice):
-        yield elements.start, 1, elements.stop - elements.start
+        yield elements.start, elements.step, count
         return
     steps = np.diff(elements)
     begin = 0

@@ -29,6 +29,7 @@ from cupyconv.numpy.windows import (
     Images,
     block_words,
     five_axes,
+    has_gathered,
     tile_shape,
     tile_size,
 )
@@ -181,7 +182,7 @@ class PixelLoop(BlockLoop):
     @property
     def index_bytes(self) -> int:
         """Bytes of the index arrays through which a block reads the borders of a padding mode, with temporaries."""
-        if self.geometry.padding_mode == "constant":
+        if not has_gathered(self.geometry):
             return 0
         return INDEX_ARRAYS * INDEX_BYTES * max(tile_size(self.geometry, self.block[1:]))
 

@@ -28,7 +28,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, cached_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose, winograd_refusal
-from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, has_gathered, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.caches import forms_of
 from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
@@ -311,7 +311,7 @@ def temporaries(geometry: Windows, prologue: Prologue) -> int:
 
     One is for gathered borders, and one for a prologue that writes elements twice: NumPy copies rows with gaps.
     """
-    return (geometry.padding_mode != "constant") + bool(prologue.activation or (prologue.scale and prologue.shift))
+    return has_gathered(geometry) + bool(prologue.activation or (prologue.scale and prologue.shift))
 
 
 def sums_per_pixel(problem: ConvProblem) -> int:

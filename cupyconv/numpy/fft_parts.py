@@ -32,7 +32,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import ConvRun, temporaries
 from cupyconv.numpy.fft import ONE_BY_ONE, Fft
 from cupyconv.numpy.spectra import BLOCK, Tile, dilated, part_extents, tiles_read
-from cupyconv.numpy.windows import INDEX_ARRAYS, INDEX_BYTES, Block, parts_of
+from cupyconv.numpy.windows import INDEX_ARRAYS, INDEX_BYTES, Block, has_gathered, parts_of
 from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.transforms import is_real, transformed_axes
@@ -90,7 +90,7 @@ class FftParts(Fft):
         sums = tile.elements * self.sums_dtype.itemsize * (1 + bool(self.problem.activation))
         images = self.channels_at_once * (read + self._spectrum) + geometry.out_channels * (sums + self._spectrum)
         kernels = OF_A_KERNEL * self.kernels_at_once * prod(tile.of_kernel) * self.spectrum_dtype.itemsize
-        index = INDEX_ARRAYS * INDEX_BYTES * max(tile.size) * (geometry.padding_mode != "constant")
+        index = INDEX_ARRAYS * INDEX_BYTES * max(tile.size) * has_gathered(geometry)
         return max(samples * (images + self._spectrum) + kernels + index, self._again_bytes)
 
     @cached_property

@@ -36,7 +36,7 @@ from cupyconv.numpy.spectra import (
     with_lines,
 )
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
-from cupyconv.numpy.windows import INDEX_ARRAYS, INDEX_BYTES, Block, Images, parts_of, tile_size
+from cupyconv.numpy.windows import INDEX_ARRAYS, INDEX_BYTES, Block, Images, has_gathered, parts_of, tile_size
 from cupyconv.problem.geometry import Triple, even_part, ranges_of
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 from cupyconv.problem.transforms import ERRORS, SMALLEST, transformed_axes
@@ -115,7 +115,7 @@ class GradientFft(WeightGradientLoop):
 
     @property
     def index_bytes(self) -> int:
-        return INDEX_ARRAYS * INDEX_BYTES * max(self.tile.size) * (self.geometry.padding_mode != "constant")
+        return INDEX_ARRAYS * INDEX_BYTES * max(self.tile.size) * has_gathered(self.geometry)
 
     @classmethod
     def product_bytes(cls, problem: WeightGradientProblem) -> int:

@@ -5,8 +5,8 @@ Python code between NumPy's loops takes most of the time of such a call.  So vie
 ::
 
     x    --copied-->  inside of a tile,   --copied-->  columns  --BLAS-->  sums  --epilogue-->  y
-                      whose border        as windows                       or y itself
-                      stays zero; or x
+                      whose zeros         as windows                       or y itself
+                      stay; or x
 
 At stride 1, the columns of a tap may be one run of the tile, with the elements between the rows of its pixels.  A long
 run is copied in a third of the time of short ones.  The sums between rows are never read:
@@ -33,7 +33,7 @@ from numpy import add, multiply
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.windows import five_axes
+from cupyconv.numpy.windows import Elements, five_axes, read
 from cupyconv.problem.arrays import accumulator, c_strides
 
 if TYPE_CHECKING:
@@ -41,17 +41,14 @@ if TYPE_CHECKING:
 
 
 def is_lone(loop: Product) -> bool:
-    """Whether a loop is one product of unconverted arrays, all in the compute dtype."""
+    """Whether a loop of one block is one product of unconverted arrays, all in the compute dtype."""
     problem, geometry = loop.problem, loop.geometry
     arrays = (*problem.xs, problem.weight, problem.out, problem.bias, problem.residual, problem.pre)
     return (
-        loop.blocks == 1
-        and loop.block == (geometry.batch, *geometry.out_size)
-        and geometry.groups == len(problem.xs) == 1
+        geometry.groups == len(problem.xs) == 1
         and loop.threads == loop.rows_on == 1
         and not loop.holds_blas
         and not problem.prologue
-        and geometry.padding_mode == "constant"
         and {array.dtype for array in arrays if array} == {accumulator(problem.dtype)}
         and problem.weight.strides == c_strides(problem.weight.shape)
     )
@@ -184,15 +181,16 @@ class LoneProduct:
         windows = as_strided(tile, windows_shape, strides)
         images = tile.swapaxes(0, 1)
         #: Boxes of the tile, and the elements of x that fill them.
-        parts: list[tuple[np.ndarray, Any]] = []
+        parts: list[tuple[np.ndarray, tuple[Elements, ...]]] = []
         for at, elements in self._tile.not_zeros:
             if elements is not None:
                 box: Any = (..., *at)
-                parts.append((images[box], (..., *elements)))
+                parts.append((images[box], elements))
 
         def of_tile(x: np.ndarray) -> np.ndarray:
+            image = five_axes(x)
             for inside, elements in parts:
-                inside[...] = five_axes(x)[elements]
+                inside[...] = read(image, elements)
             columns = np.empty(windows_shape, dtype)
             columns[...] = windows
             return columns.reshape(shape)

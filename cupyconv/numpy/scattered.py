@@ -41,6 +41,7 @@ from cupyconv.numpy.windows import (
     add,
     added_together,
     five_axes,
+    has_gathered,
     parts_of,
     read,
     read_through_index,
@@ -180,7 +181,7 @@ class ScatteredLoop(BlockLoop):
         if not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
-        if geometry.padding_mode != "constant":
+        if has_gathered(geometry):
             # Values are added tap by tap, or pixel by pixel.
             implementations = (run, geometry.stride), (geometry.kernel, geometry.dilation)
             nbytes += (

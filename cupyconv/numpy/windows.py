@@ -84,6 +84,36 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
     raise AssertionError(mode)
 
 
+def is_gathered(windows: Windows, axis: int) -> bool:
+    """Whether the borders along an axis are read through index arrays.
+
+    A border within the image's size is a run of the image, in either direction, except the repeated element of "edge".
+    """
+    pad = max(0, windows.before[axis], windows.after[axis])
+    return windows.padding_mode != "constant" and pad > _longest_run(windows.size[axis], windows.padding_mode)
+
+
+def has_gathered(windows: Windows) -> bool:
+    """Whether any border is read through index arrays."""
+    return windows.padding_mode != "constant" and any(is_gathered(windows, axis) for axis in range(3))
+
+
+def _longest_run(size: int, mode: str) -> int:
+    """Length of the longest border that is a run of an image of this size."""
+    return {"edge": 1, "reflect": size - 1}.get(mode, size)
+
+
+def _border(padded: range, size: int, mode: str) -> Elements:
+    """Return the elements that positions before the image, or after it, refer to."""
+    longest = _longest_run(size, mode)
+    if padded[0] < -longest or padded[-1] >= size + longest:
+        return padded_index(np.arange(padded.start, padded.stop, padded.step), size, mode)
+    first, last = padded_index(np.array((padded[0], padded[-1])), size, mode).tolist()
+    step = padded.step if mode == "wrap" or len(padded) == 1 else -padded.step
+    stop = last + (1 if step > 0 else -1)
+    return slice(first, stop if stop >= 0 else None, step)
+
+
 def inside_image(outputs: range, size: int, stride: int, offset: int) -> range:
     """Return the outputs whose tap, at ``output * stride + offset``, is inside the image."""
     first = min(max(-(offset // stride), outputs.start), outputs.stop)
@@ -105,8 +135,7 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
         elif mode == "constant":
             segments.append((at, None))
         else:
-            padded = np.arange(begin, end) * stride + offset
-            segments.append((at, padded_index(padded, size, mode)))
+            segments.append((at, _border(range(first, end * stride + offset, stride), size, mode)))
     return segments
 
 
@@ -139,7 +168,7 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
     key = windows, block
     regions = _TAP_REGIONS.get(key)
     if regions is None:
-        through_index = 0 if windows.padding_mode == "constant" else sum(read_through_index(windows, map(len, block)))
+        through_index = sum(read_through_index(windows, map(len, block)))
         if windows.taps * through_index * INDEX_BYTES > _CACHED_INDICES:
             return _EachTap(windows, block)
         regions = tuple(_EachTap(windows, block))
@@ -149,13 +178,15 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
 
 def read_through_index(windows: Windows, extents: Iterable[int]) -> list[int]:
     """Return how many outputs along each axis, at most, have a tap on the border and read through index arrays."""
+    if not has_gathered(windows):
+        return [0, 0, 0]
     pads = (max(0, before) + max(0, after) for before, after in zip(windows.before, windows.after))
-    return list(map(min, extents, pads))
+    return [min(extent, pad) * is_gathered(windows, axis) for axis, (extent, pad) in enumerate(zip(extents, pads))]
 
 
 def _most_bytes(windows: Windows, regions: int) -> int | None:
     """Upper bound of the bytes of a block's cached regions and their key; None if regions hold index arrays."""
-    return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
+    return None if has_gathered(windows) else _KEY_BYTES + _REGION_BYTES * regions
 
 
 _TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(CACHED_REGIONS)
@@ -357,6 +388,8 @@ def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int
     has_corners = sum(map(bool, pads)) > 1
     largest = 0
     for axis, span in enumerate(spans):
+        if not is_gathered(windows, axis):
+            continue
         others = list(map(max, values, spans))
         del others[axis]
         largest = max(largest, (span + min(values[axis], pads[axis]) * has_corners) * prod(others))
@@ -524,7 +557,7 @@ class Tile:
         n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
         begin = block[0].start * n
         for element, step in zip(elements or (np.empty(0),), spatial):
-            if not isinstance(element, slice):
+            if not isinstance(element, slice) or element.step < 0:
                 return None
             begin += element.start * step
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
@@ -608,7 +641,7 @@ class Images:
         """
         tile = block.tile(self.channels)
         is_one = self.is_plain and len(tile.regions) == 1 and not tile.starts_as_zeros
-        if is_one and (elements := tile.regions[0][1]) is not None:
+        if is_one and (elements := tile.regions[0][1]) is not None and tile.in_image is not None:
             image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
             if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize and image.flags.aligned:
                 return image
