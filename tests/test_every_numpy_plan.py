@@ -521,7 +521,7 @@ NOT_COUNTED = {
         (ones(8, 21, 4, 9, 4), ones(100, 21, 3, 3, 3, dtype="complex64", order="last")), {"stride": (1, 3, 2)},
     ),
     "what a wide border is gathered to": (
-        "Columns", cupyconv.conv, (ones(1, 16, 50, 50), ones(2, 16, 2, 1)), {"padding": 45, "padding_mode": "edge"},
+        "Columns", cupyconv.conv, (ones(1, 16, 50, 50), ones(2, 16, 2, 1)), {"padding": 60, "padding_mode": "wrap"},
     ),
     "a prologue of two steps": (
         "Columns", cupyconv.conv, (ones(11, 28, 6, 5, 4), ones(6, 28, 1, 1, 1)), {"prologue": (ones(28), ones(28), None)},
@@ -534,11 +534,11 @@ NOT_COUNTED = {
         "GradientChannels", cupyconv.conv_grad_weight, (ones(1, 512, 32, 64), ones(1, 8, 34, 66), (3, 3)), {},
     ),
     "what a wide border of tiles is gathered to": (
-        "GradientWinograd", cupyconv.conv_grad_weight, (ones(1, 4, 138, 138), ones(1, 64, 50, 50), (3, 3)),
-        {"padding": 45, "padding_mode": "edge"},
+        "GradientWinograd", cupyconv.conv_grad_weight, (ones(1, 4, 168, 168), ones(1, 64, 50, 50), (3, 3)),
+        {"padding": 60, "padding_mode": "wrap"},
     ),
     "what a wide border of a convolution's tiles is gathered to": (
-        "Winograd", cupyconv.conv, (ones(1, 64, 50, 50), ones(4, 64, 3, 3)), {"padding": 45, "padding_mode": "edge"},
+        "Winograd", cupyconv.conv, (ones(1, 64, 50, 50), ones(4, 64, 3, 3)), {"padding": 60, "padding_mode": "wrap"},
     ),
     "a convolution's tiles that begin with an activation": (
         "Winograd", cupyconv.conv, (ones(2, 64, 40, 40), ones(4, 64, 3, 3)), {"prologue": (ones(64), ones(64), "gelu")},
@@ -568,8 +568,8 @@ NOT_COUNTED = {
         (ones(1, 32, 40, 40) * np.float32(np.inf), ones(1, 16, 100, 100), (61, 61)), {"groups": 16},
     ),
     "what a wide border of runs is gathered to": (
-        "GradientRuns", cupyconv.conv_grad_weight, (ones(1, 16, 138, 138), ones(1, 16, 50, 50), (3, 3)),
-        {"groups": 16, "padding": 45, "padding_mode": "edge"},
+        "GradientRuns", cupyconv.conv_grad_weight, (ones(1, 16, 168, 168), ones(1, 16, 50, 50), (3, 3)),
+        {"groups": 16, "padding": 60, "padding_mode": "wrap"},
     ),
     "the gradient of a box of pixels that are not one run": (
         "GradientFft", cupyconv.conv_grad_weight, (ones(1, 32, 46, 1986), ones(1, 8, 60, 2000), (15, 15)), {},
@@ -643,10 +643,10 @@ def test_what_a_wide_border_is_added_to_counts(limit, implementation, name, smal
 @pytest.mark.parametrize("taps", [60, 100])
 def test_of_a_wide_border_there_are_the_indices_of_one_tap_at_a_time(taps, function, small_buffers):
     """Indices of all taps once needed 25 MB, while the plan stated 2.6 MB."""
-    size, pad = 20_000, 15_000
+    size, pad = 10_000, 15_000
     x, weight, grad = ones(1, 2, size), ones(1, 2, taps), ones(1, 1, size + 2 * pad - taps + 1)
     arguments: Any = (x, weight) if function is cupyconv.conv else (grad, x, (taps,))
-    call = checked_call(function, *arguments, padding=pad, padding_mode="edge", method="direct")
+    call = checked_call(function, *arguments, padding=pad, padding_mode="wrap", method="direct")
     (result,) = call.results
     plan = planned(replace(call.problem, machine=HostModel(1)), "direct", 1 << 20)  # type: ignore[type-var]
     assert plan
@@ -781,14 +781,14 @@ def least_limit(problem: ProductsProblem, implementation: type[BlockLoop]) -> tu
     return enough, best
 
 
-@pytest.mark.parametrize("mode", ["constant", "edge"])
+@pytest.mark.parametrize("mode", ["constant", "wrap"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("implementation", [Columns, TapByTap, View])
 def test_the_least_limit_is_what_the_smallest_block_takes(implementation, threads, mode):
     """Counted and available memory agree up to alignment, also for a widened weight and for a border's indices."""
     for outputs in range(1, 5):
         x, weight = (
-            array(1, 3, 4000, dtype="float16"),
+            array(1, 3, 1400, dtype="float16"),
             array(outputs, 3, 1 if implementation is View else 5, dtype="float16"),
         )
         padding = 0 if implementation is View else 1500
@@ -839,21 +839,21 @@ def test_at_the_least_channels_are_taken_one_by_one():
 def test_indices_of_a_border_count_as_what_they_take(implementation):
     """Indices need eight bytes per element of a row that is read; a border that is a run of the image needs none."""
     x, weight, sizes = array(1, 1, 20_000), array(1, 1, 2), {}
-    for mode in ("constant", "wrap", "edge"):
-        border: Any = dict(padding=9_000, padding_mode=mode)
+    for mode, pad in product(("constant", "wrap"), (20_000, 20_001)):
+        border: Any = dict(padding=pad, padding_mode=mode)
+        of_grad = array(1, 1, 19_999 + 2 * pad)
         problem: Any = checked_call(cupyconv.conv, x, weight, **border).problem
         if implementation is GradientChannels:
-            of_weight = array(1, 1, 37_999), array(1, 2, 20_000), 2
-            problem = checked_call(cupyconv.conv_grad_weight, *of_weight, **border).problem
+            problem = checked_call(cupyconv.conv_grad_weight, of_grad, array(1, 2, 20_000), 2, **border).problem
         if implementation is transposed.ScatteredColumns:
-            problem = checked_call(cupyconv.conv_grad_input, array(1, 1, 37_999), weight, x.shape, **border).problem
+            problem = checked_call(cupyconv.conv_grad_input, of_grad, weight, x.shape, **border).problem
         plan = by_implementation(replace(problem, machine=HostModel(1), workspace_limit=1 << 30), implementation)
         assert plan
         (loop,) = loops_of(plan)
         assert isinstance(loop, (PixelLoop, ScatteredLoop))
-        sizes[mode] = plan.workspace_bytes / loop.block[3]
-    assert 8 <= sizes["edge"] - sizes["constant"] <= 64
-    assert sizes["wrap"] == sizes["constant"]
+        sizes[mode, pad] = plan.workspace_bytes / loop.block[3]
+    assert 8 <= sizes["wrap", 20_001] - sizes["constant", 20_001] <= 64
+    assert sizes["wrap", 20_000] == sizes["constant", 20_000]
 
 
 @pytest.mark.parametrize("limit", [50_000, 3 << 20, 5 << 20, 9 << 20])

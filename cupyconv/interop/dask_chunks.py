@@ -63,7 +63,8 @@ def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run
 def _progressions(elements: slice | np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield first, step and count of stretches in which `count` indices go up by one, down by one, or repeat."""
     if isinstance(elements, slice):
-        yield elements.start, elements.step, count
+        is_repeated = count > 1 and elements.stop == elements.start + 1
+        yield elements.start, 0 if is_repeated else elements.step, count
         return
     steps = np.diff(elements)
     begin = 0

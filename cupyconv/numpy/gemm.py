@@ -110,9 +110,8 @@ class Product(ConvLoop):
         return 0 if self.lone is None else self.lone.nbytes
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
-        geometry = self.problem.geometry
         pixels = prod(self.block) * self.x_dtype.itemsize
-        if self.block != (geometry.batch, *geometry.out_size) or pixels * max(1, geometry.reduction) > SMALL:
+        if self.blocks != 1 or pixels * max(1, self.problem.geometry.reduction) > SMALL:
             return None
         from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported only for small products
 

@@ -45,7 +45,8 @@ def is_lone(loop: Product) -> bool:
     problem, geometry = loop.problem, loop.geometry
     arrays = (*problem.xs, problem.weight, problem.out, problem.bias, problem.residual, problem.pre)
     return (
-        geometry.groups == len(problem.xs) == 1
+        loop.block == (geometry.batch, *geometry.out_size)
+        and geometry.groups == len(problem.xs) == 1
         and loop.threads == loop.rows_on == 1
         and not loop.holds_blas
         and not problem.prologue

@@ -39,7 +39,7 @@ from cupyconv.problem.plan import counted
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
-#: Input elements that consecutive outputs read along an axis.
+#: Input elements that consecutive outputs read along an axis; a slice of one element may be read by several outputs.
 Elements = slice | np.ndarray
 Segment = tuple[slice, Elements | None]  # positions of the outputs, and the elements they read; None: zeros
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
@@ -85,31 +85,33 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
 
 
 def is_gathered(windows: Windows, axis: int) -> bool:
-    """Whether the borders along an axis are read through index arrays.
-
-    A border within the image's size is a run of the image, in either direction, except the repeated element of "edge".
-    """
-    pad = max(0, windows.before[axis], windows.after[axis])
-    return windows.padding_mode != "constant" and pad > _longest_run(windows.size[axis], windows.padding_mode)
+    """Whether the borders along an axis are read through index arrays: if they are longer than the image."""
+    mode, pad = windows.padding_mode, max(0, windows.before[axis], windows.after[axis])
+    return mode not in ("constant", "edge") and pad > _longest_run(windows.size[axis], mode)
 
 
 def has_gathered(windows: Windows) -> bool:
     """Whether any border is read through index arrays."""
-    return windows.padding_mode != "constant" and any(is_gathered(windows, axis) for axis in range(3))
+    return any(is_gathered(windows, axis) for axis in range(3))
 
 
 def _longest_run(size: int, mode: str) -> int:
     """Length of the longest border that is a run of an image of this size."""
-    return {"edge": 1, "reflect": size - 1}.get(mode, size)
+    return size - (mode == "reflect")
 
 
 def _border(padded: range, size: int, mode: str) -> Elements:
-    """Return the elements that positions before the image, or after it, refer to."""
+    """Return the elements that positions before the image, or after it, refer to.
+
+    Within the image's size, they are a run of the image in either direction; "edge" repeats one element.
+    """
+    first, last = padded_index(np.array((padded[0], padded[-1])), size, mode).tolist()
     longest = _longest_run(size, mode)
+    if mode == "edge" or len(padded) == 1:
+        return slice(first, first + 1, 1)
     if padded[0] < -longest or padded[-1] >= size + longest:
         return padded_index(np.arange(padded.start, padded.stop, padded.step), size, mode)
-    first, last = padded_index(np.array((padded[0], padded[-1])), size, mode).tolist()
-    step = padded.step if mode == "wrap" or len(padded) == 1 else -padded.step
+    step = padded.step if mode == "wrap" else -padded.step
     stop = last + (1 if step > 0 else -1)
     return slice(first, stop if stop >= 0 else None, step)
 
@@ -356,7 +358,8 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
     """Add each value to the element that `read` would read it from: the adjoint of `read`."""
     if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
         place = image[(..., *elements)]
-        np.add(place, values, place)
+        repeated = tuple(axis for axis in (-3, -2, -1) if place.shape[axis] < values.shape[axis])
+        np.add(place, values.sum(repeated, keepdims=True) if repeated else values, place)
         return
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     for axis, element in enumerate(elements, start=values.ndim - 3):
@@ -556,8 +559,8 @@ class Tile:
         """Return the offset and strides of the windows in a C-contiguous image; None if they read a border."""
         n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
         begin = block[0].start * n
-        for element, step in zip(elements or (np.empty(0),), spatial):
-            if not isinstance(element, slice) or element.step < 0:
+        for element, step, extent in zip(elements or (np.empty(0),), spatial, self.shape[2:]):
+            if not isinstance(element, slice) or element.step < 0 or element.stop - element.start < extent:
                 return None
             begin += element.start * step
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
