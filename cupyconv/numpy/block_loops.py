@@ -85,6 +85,11 @@ class BlockLoop(NumpyStep):
     #: Factor by which a thread's work slows down while other threads work.
     contention: ClassVar[float] = cost.CONTENTION
 
+    @classmethod
+    def least_calls(cls, problem: Any) -> float:
+        """Lower bound of `calls` for a problem."""
+        return cls.turn_calls
+
     @property
     def calls(self) -> float:
         return self.turns * self.turn_calls

@@ -159,7 +159,8 @@ def _within_limit(
         import_module(implementations).IMPLEMENTATIONS if isinstance(implementations, str) else implementations
     )
     to_try = sorted(
-        (implementation for implementation in known if implementation.applies(problem)), key=attrgetter("turn_calls")
+        (implementation for implementation in known if implementation.applies(problem)),
+        key=lambda implementation: implementation.least_calls(problem),
     )
     refusals: list[tuple[float, str]] = []  # strings: an exception and its frame would refer to each other
     best: Draft | None = None
@@ -168,7 +169,7 @@ def _within_limit(
         fewer = max(1, min(host.threads // 2, problem.limit // MIN_THREAD_SHARE))
         on_fewer = {}
         for implementation in to_try:
-            if best is None or implementation.turn_calls * cost.CALL < best.seconds:
+            if best is None or implementation.least_calls(problem) * cost.CALL < best.seconds:
                 try:
                     loops, sizes = implementation.loops(problem)
                 except NotApplicable as reason:

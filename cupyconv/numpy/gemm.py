@@ -101,6 +101,12 @@ class Product(ConvLoop):
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return self.run if self.lone is None else self.lone.run
 
+    @classmethod
+    def least_calls(cls, problem: Any) -> float:
+        geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.x_dtype)]
+        is_small = geometry.batch * geometry.pixels * max(1, geometry.reduction) * item <= SMALL
+        return LONE_CALLS if is_small and geometry.groups == 1 else super().least_calls(problem)
+
     @property
     def calls(self) -> float:
         return super().calls if self.lone is None else LONE_CALLS
