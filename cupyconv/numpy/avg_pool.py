@@ -19,7 +19,7 @@ from cupyconv.problem.passes import AvgPoolGradientProblem, AvgPoolProblem, Mean
 class AvgPool(Reduction):
     """The mean of every window."""
 
-    ufunc, of_nothing = np.add, 0.0
+    ufunc, of_nothing, many_in_one_call = np.add, 0.0, 16
     problem: AvgPoolProblem
 
     @property
@@ -101,12 +101,18 @@ class AvgPoolGradient(Adjoint):
 
 
 def _counts(problem: MeanProblem, axis: int, outputs: range) -> np.ndarray:
-    """How many taps of each window in a run count along an axis, in a shape that broadcasts with an image."""
-    return np.array([problem.count(axis, output) for output in outputs]).reshape(-1, *(1,) * (2 - axis))
+    """How many taps of each window in a run count along an axis, in a shape that broadcasts with an image.
+
+    If all windows have the same number, it is there once.
+    """
+    counts = [problem.count(axis, output) for output in outputs]
+    return np.array(counts[:1] if len({*counts}) == 1 else counts).reshape(-1, *(1,) * (2 - axis))
 
 
-def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArray) -> np.ndarray:
-    """The product of the counts along all axes, for every window."""
+def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArray) -> Any:
+    """The product of the counts along all axes, for every window; one number if it is the same for all."""
+    if all(along.size == 1 for along in counts):
+        return dtype.type(prod(along.item() for along in counts))
     taps = new(name, (1, 1, *(along.size for along in counts)), dtype)
     taps[...] = counts[0]
     for along in counts[1:]:

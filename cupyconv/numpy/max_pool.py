@@ -37,7 +37,7 @@ PLACE_BYTES = 128
 class MaxPool(Reduction):
     """The largest element of every window."""
 
-    ufunc, of_nothing = np.maximum, -np.inf
+    ufunc, of_nothing, many_in_one_call = np.maximum, -np.inf, 100
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
         self.largest(dtype, new, images, parts)

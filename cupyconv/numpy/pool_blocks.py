@@ -192,6 +192,8 @@ class Reduction(PoolingStep):
 
     ufunc: ClassVar[np.ufunc]
     of_nothing: ClassVar[float]
+    #: Elements of a window from which one call for all axes is faster than one call per axis, or per tap.
+    many_in_one_call: ClassVar[int]
 
     @classmethod
     def worth_waking(cls, problem: PoolingProblem) -> int:
@@ -242,6 +244,11 @@ class Reduction(PoolingStep):
         for axis, part in enumerate(parts):
             if part.is_view:  # before the other axes, so that the last reduction can write to `out`
                 image = image[on_axis(axis, part.taps[0][1])]
+        if self._is_one_window(parts, compared) and prod(image.shape[2:]) >= self.many_in_one_call:
+            shape = (*image.shape[:2], *(1 if axis in compared else image.shape[2 + axis] for axis in range(3)))
+            place = out if out.dtype == dtype and shape == out.shape else new("partial", shape, dtype)
+            self._reduce(tuple(2 + axis for axis in compared), image, place)
+            return place
         for axis in compared:
             part = parts[axis]
             shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
@@ -251,14 +258,22 @@ class Reduction(PoolingStep):
             image = partial
         return image
 
+    def _is_one_window(self, parts: Sequence[Outputs], compared: Sequence[int]) -> bool:
+        """Whether a block has one output along each compared axis, whose window has all elements that are read."""
+        dilation = self.problem.windows.dilation
+        return bool(compared) and all(parts[axis].length == dilation[axis] == 1 for axis in compared)
+
     def _reduce_each(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
         """Reduce window by window along one axis; a window with nothing but padding gives `of_nothing`."""
         for at, elements in enumerate(part.each):
-            number, read = partial[on_axis(axis, slice(at, at + 1))], image[on_axis(axis, elements)]
-            if read.size:
-                self.ufunc.reduce(read, 2 + axis, partial.dtype, number, keepdims=True)
-            else:
-                number.fill(self.of_nothing)
+            self._reduce(2 + axis, image[on_axis(axis, elements)], partial[on_axis(axis, slice(at, at + 1))])
+
+    def _reduce(self, axes: int | tuple[int, ...], read: np.ndarray, place: np.ndarray) -> None:
+        """Reduce axes to one number each; nothing to read gives `of_nothing`."""
+        if read.size:
+            self.ufunc.reduce(read, axes, place.dtype, place, keepdims=True)
+        else:
+            place.fill(self.of_nothing)
 
     def _reduce_along(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
         """Reduce tap by tap along one axis; a window with nothing but padding gives `of_nothing`."""
