@@ -58,6 +58,13 @@ LONG_PRODUCT = 256
 SMALL, LONE_CALLS = 512 << 10, 2
 
 
+def has_few_columns(problem: ConvProblem) -> bool:
+    """Whether setup dominates the time of a product of all columns."""
+    geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.x_dtype)]
+    elements = geometry.batch * geometry.pixels * max(1, geometry.reduction)
+    return geometry.groups == 1 and elements * item <= SMALL
+
+
 @dataclass(frozen=True)
 class Product(ConvLoop):
     """One product per block and group; threads may share a lone product."""
@@ -103,9 +110,7 @@ class Product(ConvLoop):
 
     @classmethod
     def least_calls(cls, problem: Any) -> float:
-        geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.x_dtype)]
-        is_small = geometry.batch * geometry.pixels * max(1, geometry.reduction) * item <= SMALL
-        return LONE_CALLS if is_small and geometry.groups == 1 else super().least_calls(problem)
+        return LONE_CALLS if has_few_columns(problem) else super().least_calls(problem)
 
     @property
     def calls(self) -> float:
@@ -116,8 +121,7 @@ class Product(ConvLoop):
         return 0 if self.lone is None else self.lone.nbytes
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
-        pixels = prod(self.block) * self.x_dtype.itemsize
-        if self.blocks != 1 or pixels * max(1, self.problem.geometry.reduction) > SMALL:
+        if self.blocks != 1 or not has_few_columns(self.problem):
             return None
         from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported only for small products
 

@@ -46,7 +46,7 @@ def is_lone(loop: Product) -> bool:
     arrays = (*problem.xs, problem.weight, problem.out, problem.bias, problem.residual, problem.pre)
     return (
         loop.block == (geometry.batch, *geometry.out_size)
-        and geometry.groups == len(problem.xs) == 1
+        and geometry.groups == 1
         and loop.threads == loop.rows_on == 1
         and not loop.holds_blas
         and not problem.prologue
@@ -58,7 +58,7 @@ def is_lone(loop: Product) -> bool:
 class _Memory(NamedTuple):
     """Memory that one call at a time writes."""
 
-    columns_of: Callable[[np.ndarray], np.ndarray]
+    columns_of: Callable[[Mapping[str, Any]], np.ndarray]
     sums: np.ndarray | None  # None if they are the result
     pixels: np.ndarray | None  # view of the sums as an image of five axes
 
@@ -69,15 +69,17 @@ class LoneProduct:
     def __init__(self, loop: Product, is_view: bool) -> None:
         problem, geometry = loop.problem, loop.geometry
         self._problem, self._geometry, self._dtype, self._is_view = problem, geometry, loop.sums_dtype, is_view
-        self._activate, self._x = loop.activate, problem.xs[0].name
+        self._activate, self._inputs = loop.activate, loop.inputs
         (block,) = loop.each_block
         self._tile = tile = block.tile(geometry.in_channels)
         pixels = (geometry.batch, *geometry.out_size)
         #: Whether windows are views of x in place; else they are views of the tile.
         x = problem.xs[0]
-        in_image = tile.in_image if x.strides == c_strides(x.shape) else None
+        in_image = tile.in_image if len(problem.xs) == 1 and x.strides == c_strides(x.shape) else None
         self._begin, strides = in_image or (0, tile.windows_strides)
         self._reads_image = in_image is not None
+        #: Whether the tile is the columns, because there is one tap.
+        self._is_tile = in_image is None and tile.windows_shape == (*tile.shape[:1], 1, 1, 1, *tile.shape[1:])
         #: Length of a row of columns, and the steps in it to the next sample and pixels.
         self._length, self._steps = prod(pixels), c_strides(pixels)
         self._windows = tile.windows_shape, strides
@@ -105,7 +107,8 @@ class LoneProduct:
         product = cost.product(geometry.out_channels, geometry.reduction, length, problem)
         if self._is_view:
             return product
-        return self._tile_seconds + cost.shifted(geometry.reduction * length, run, problem.x_dtype) + product
+        columns = 0.0 if self._is_tile else cost.shifted(geometry.reduction * length, run, problem.x_dtype)
+        return self._tile_seconds + columns + product
 
     @property
     def _tile_seconds(self) -> float:
@@ -116,7 +119,8 @@ class LoneProduct:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tile, columns and sums."""
-        elements = 0 if self._is_view else prod(self._tile.shape) + prod(self._columns_shape)
+        tile, columns = prod(self._tile.shape), (not self._is_tile) * prod(self._columns_shape)
+        elements = 0 if self._is_view else tile + columns
         return (elements + (not self._in_place) * prod(self._sums_shape)) * self._dtype.itemsize
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -134,7 +138,7 @@ class LoneProduct:
         columns_of, sums, pixels = memory
         if sums is None:
             sums = out.reshape(self._sums_shape)
-        weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays[self._x])
+        weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays)
         if weight.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
             multiply(weight, columns, sums)
         else:  # the array's method takes half the time of `np.matmul`
@@ -162,15 +166,17 @@ class LoneProduct:
         shape = geometry.batch, geometry.out_channels, *geometry.out_size
         return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *steps)))
 
-    def _columns(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function that makes columns of x.  It allocates only columns: recently used memory is faster."""
+    def _columns(self) -> Callable[[Mapping[str, Any]], np.ndarray]:
+        """Return a function that makes columns of the inputs.  It allocates only columns: recently used memory is faster."""
         shape, dtype = self._columns_shape, self._dtype
+        (name, _), *_ = self._inputs
         if self._is_view:
-            return lambda x: x.reshape(shape)
+            return lambda arrays: arrays[name].reshape(shape)
         (windows_shape, strides), begin = self._windows, self._begin
         if self._reads_image:
 
-            def of_image(x: np.ndarray) -> np.ndarray:
+            def of_image(arrays: Mapping[str, Any]) -> np.ndarray:
+                x = arrays[name]
                 if x.dtype != dtype or not x.flags.c_contiguous:  # other byte order, or strided elements
                     x = np.ascontiguousarray(x, dtype)
                 columns = np.empty(windows_shape, dtype)
@@ -181,17 +187,23 @@ class LoneProduct:
         tile = np.zeros(self._tile.shape, dtype)
         windows = as_strided(tile, windows_shape, strides)
         images = tile.swapaxes(0, 1)
-        #: Boxes of the tile, and the elements of x that fill them.
-        parts: list[tuple[np.ndarray, tuple[Elements, ...]]] = []
-        for at, elements in self._tile.not_zeros:
-            if elements is not None:
-                box: Any = (..., *at)
-                parts.append((images[box], elements))
+        #: For each input, boxes of the tile, and the elements of the input that fill them.
+        inputs: list[tuple[str, list[tuple[np.ndarray, tuple[Elements, ...]]]]] = []
+        for name, channels in self._inputs:
+            parts = []
+            for at, elements in self._tile.not_zeros:
+                if elements is not None:
+                    box: Any = (slice(None), channels, *at)
+                    parts.append((images[box], elements))
+            inputs.append((name, parts))
 
-        def of_tile(x: np.ndarray) -> np.ndarray:
-            image = five_axes(x)
-            for inside, elements in parts:
-                inside[...] = read(image, elements)
+        def of_tile(arrays: Mapping[str, Any]) -> np.ndarray:
+            for name, parts in inputs:
+                image = five_axes(arrays[name])
+                for inside, elements in parts:
+                    inside[...] = read(image, elements)
+            if self._is_tile:
+                return tile.reshape(shape)
             columns = np.empty(windows_shape, dtype)
             columns[...] = windows
             return columns.reshape(shape)

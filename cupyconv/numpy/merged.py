@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, copy_bytes, inputs_are_columns
-from cupyconv.numpy.gemm import Columns
+from cupyconv.numpy.gemm import Columns, has_few_columns
 from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -107,11 +107,11 @@ class Merge(ConvLoop):
 
 
 class MergedColumns(Columns):
-    """Columns of inputs that `Merge` does not support."""
+    """Columns of inputs that `Merge` does not support, or of so few elements that one product is faster."""
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return super().applies(problem) and not Merge.applies(problem)
+        return super().applies(problem) and (has_few_columns(problem) or not Merge.applies(problem))
 
 
 IMPLEMENTATIONS = (Merge, MecRows, MergedColumns)
