@@ -22,6 +22,7 @@ from cupyconv.numpy import backend, convolution, depthwise, group_products, line
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.shifted_rows import ShiftedRows
+from cupyconv.numpy.windows import Images
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, NotApplicable
 
@@ -40,6 +41,8 @@ LAYERS = {
     "stride, a line": (1, 4, 4, (9, 8), (3, 2), dict(stride=2)),
     "stride, whole phases": (1, 4, 4, (9, 8), (3, 4), dict(stride=2, padding=1)),
     "stride beyond the kernel": (1, 4, 4, (9, 11), (2, 2), dict(stride=3, padding=1)),
+    "stride of rows": (1, 4, 4, (9, 8), (3, 3), dict(stride=(2, 1))),
+    "stride of the width, whole phases": (1, 4, 4, (9, 8), (3, 4), dict(stride=(1, 2))),
     "stride of one row": (2, 4, 4, (1, 21), (1, 5), dict(stride=(1, 2), padding=(0, 2))),
     "dilation": (1, 4, 4, (9, 11), (3, 3), dict(dilation=(2, 3), padding="same")),
     "dilation beyond the image": (1, 4, 4, (4, 3), (3, 3), dict(dilation=5, padding=5)),
@@ -97,6 +100,16 @@ def test_a_layer(name, dtype, block, monkeypatch):
         assert_exact(cupyconv.conv(x, weight, **settings), expected, dtype)
 
 
+def test_a_product_in_parts_that_blas_does_not_pack():
+    """Rows of the matrices and columns of the lines are cut; the last columns are fewer."""
+    x, weight, settings, expected = layer(1, 128, 64, (14, 14), (3, 3), dict(groups=2, padding=1))
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
+    (lines_added, _, length), (rows, columns) = loop._sizes, loop._part_of_product
+    assert rows < lines_added and columns < length and length % columns
+    assert loop.largest_product == rows * columns * 64 * 3
+    assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
+
+
 @given(call=depthwise_calls())
 def test_any_layer(call):
     x, weight, settings = call
@@ -146,6 +159,23 @@ def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, va
 def test_finite_sums_are_not_computed_again(name, monkeypatch):
     monkeypatch.delattr(group_products, "sum_windows")
     x, weight, settings, expected = layer(*LAYERS[name])
+    assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
+
+
+@pytest.mark.parametrize("name", ["same", "stride of the width, whole phases", "one group"])
+def test_an_infinity_that_no_zero_of_a_matrix_multiplies_is_not_computed_again(name, monkeypatch):
+    monkeypatch.delattr(group_products, "sum_windows")
+    x, weight, settings, _ = layer(*LAYERS[name])
+    x[:, :, 3, 3] = np.inf
+    with np.errstate(invalid="ignore"):
+        expected = reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
+    np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
+
+
+def test_the_only_input_is_read_through_views_that_all_turns_share(monkeypatch):
+    """To read a region takes several calls of Python, so the estimate counts them for other inputs only."""
+    monkeypatch.delattr(Images, "read")
+    x, weight, settings, expected = layer(*LAYERS["same"])
     assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
 
 
@@ -277,7 +307,45 @@ def test_lines_that_are_read_and_other_memory_are_counted_apart(name):
     steps, sizes = steps_of(loop)
     assert loop.workspace - loop.extra_bytes == sizes["lines read"] > 0
     assert loop.largest_product >= max(place[0].size for row in steps.turns[loop.several].places for place in row)
-    assert loop.extra_bytes >= sizes["lines"] + sizes.get("line sums", 0)
+    sums_and_windows = super(ShiftedRows, loop).workspace
+    assert loop.extra_bytes - sums_and_windows == sizes["lines"] + sizes.get("line sums", 0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_bytes_of_a_weight_are_those_of_its_matrices(name):
+    problem = problem_of(*LAYERS[name])
+    geometry = problem.geometry
+    weight = np.ones((geometry.groups, geometry.group_outputs, geometry.reduction), "float32")
+    matrices = ShiftedRows(problem, (1, *geometry.out_size)).arranged(weight)
+    assert matrices.nbytes == ShiftedRows.weight_bytes(problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lines_of_two_groups_stay_in_cache(dtype):
+    problem = problem_of(1, 8, 6, (9_000,), (7,), dict(groups=2), dtype)
+    pixels, _ = ShiftedRows.aim(problem)
+    nbytes = 2 * sum(ShiftedRows(problem, (1, 1, 1, pixels))._lines_bytes)
+    assert nbytes == pytest.approx(lines.LINES_BLOCK, rel=0.02)
+    (loop,) = ShiftedRows.loops(problem)[0]
+    assert loop.blocks > 1 and loop.several == 2
+
+
+@pytest.mark.parametrize(
+    "taps, stride, gap, before, shifts",
+    [
+        (3, 1, 1, 1, [-1, 0, 1]),
+        (3, 1, 3, 1, [-1, 2, 5]),
+        (3, 1, 4, 2, [-2, 2, 6]),
+        (3, 2, 4, 3, [-2, 0, 2]),
+        (3, 2, 1, 1, [-1, 0]),
+        (2, 3, 1, 0, [0]),
+    ],
+)
+def test_taps_have_no_lines_that_none_of_them_adds(taps, stride, gap, before, shifts):
+    of_width = lines.taps_of(taps, stride, gap, before)
+    assert list(of_width.shifts) == shifts
+    for tap, (number, phase) in enumerate(zip(of_width.numbers, of_width.phases)):
+        assert shifts[number] * stride + phase == tap * gap - before
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -319,6 +387,50 @@ def test_the_estimated_time_counts_all_that_a_run_does(name, monkeypatch):
     assert work() == 0
     loop._parts = shifted_rows.cost.Parts(2, 16, 42, 7.0)
     assert work() == 7 * geometry.groups
+    assert all(zeros.size for zeros in turn.zeros)  # each takes a call
+    monkeypatch.setattr(shifted_rows, "CACHE_BLOCK", sum(loop._lines_bytes) - 1)
+    loop._parts = None
+    assert work(COPY=1) == (not is_apart) * times * read * shifted_rows.cost.FARTHER
+
+
+@pytest.mark.parametrize("dtype, times", [("float64", 2), ("complex64", 4)])
+def test_other_dtypes_take_as_long_as_their_bytes_or_their_multiply_adds(dtype, times, monkeypatch):
+    for constant in ("COPY", "BEGIN", "ARRANGE"):
+        monkeypatch.setattr(shifted_rows, constant, 0)
+    for function in ("left_out", "product"):
+        monkeypatch.setattr(shifted_rows.cost, function, lambda *given: 0)
+    one, other = (ShiftedRows(problem_of(*LAYERS["same"], dtype), (1, 1, 7, 6)) for dtype in ("float32", dtype))
+    one._parts = other._parts = None
+    assert other.products_work == pytest.approx(times * one.products_work)
+
+
+def test_a_sum_is_cut_into_products_that_one_thread_of_blas_computes(monkeypatch):
+    monkeypatch.setattr(shifted_rows, "ONE_THREAD", 30)
+    problem = problem_of(*LAYERS["samples"])
+    loop = ShiftedRows(problem, (3, *problem.geometry.out_size))
+    steps, _ = steps_of(loop)
+    runs = steps.turns[loop.several].runs
+    assert all(run.shape[3] * run.shape[4] <= 30 for run in runs)
+    assert sum(run.shape[4] for run in runs) == 7 * 6 and len(runs) == 5
+    before = loop.products_work
+    monkeypatch.setattr(shifted_rows, "BEGIN", shifted_rows.BEGIN + 1)
+    assert loop.products_work - before == pytest.approx(4 * 3 * len(runs))  # outputs and samples
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_estimated_calls_count_lines_and_zeros_of_each_turn(name, monkeypatch):
+    monkeypatch.setattr(shifted_rows, "QUICK", 1)
+    monkeypatch.setattr(shifted_rows, "LINES_BLOCK", 1)
+    problem = problem_of(*LAYERS[name])
+    loop = ShiftedRows(problem, (1, *problem.geometry.out_size))
+    steps, _ = steps_of(loop)
+    (turn,) = steps.turns.values()
+    of_turn = len(turn.reading.lines) + len(turn.zeros)
+    per_block = loop.calls / loop.turns - loop.turn_calls
+    assert loop.several == 1 and per_block > loop.part * of_turn
+    monkeypatch.setattr(shifted_rows, "QUICK", 2)
+    more = loop.calls / loop.turns - loop.turn_calls - per_block
+    assert more == loop.part * (of_turn + 3)  # two products and a copy
 
 
 def test_channels_of_a_result_with_other_strides_are_computed_in_parts():
@@ -326,7 +438,7 @@ def test_channels_of_a_result_with_other_strides_are_computed_in_parts():
     x = np.ones((1, 90, 90, 96), np.float32).transpose(0, 3, 1, 2)
     weight = np.ones((96, 1, 3, 3), np.float32)
     (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=96, method="gemm").steps
-    assert loop.part < 96 and loop.part * loop.sums_bytes // 96 <= depthwise.CACHE_BLOCK
+    assert loop.part < 96 and depthwise.CACHE_BLOCK / 2 <= loop.part * loop.sums_bytes // 96 <= depthwise.CACHE_BLOCK
     first_last = np.ascontiguousarray(x)
     (loop,) = cupyconv.explain(cupyconv.conv, first_last, weight, padding=1, groups=96, method="gemm").steps
     assert loop.part == 96
