@@ -279,6 +279,45 @@ def test_it_takes_the_memory_that_it_says(name, settings, value):
     assert plan.workspace_bytes / 3 <= peak <= plan.workspace_bytes + 100_000
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_windows_that_are_summed_alone_are_counted(name, monkeypatch):
+    seen, of_windows = [], group_products.sum_windows
+
+    def sum_windows(geometry, image, weight, sums):
+        seen.append((image.nbytes, weight.nbytes))
+        of_windows(geometry, image, weight, sums)
+
+    monkeypatch.setattr(group_products, "sum_windows", sum_windows)
+    monkeypatch.setattr(group_products, "PIXELS_ALONE", 20)
+    x, weight, settings, _ = layer(*LAYERS[name])
+    x[...] = weight[...] = np.nan
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
+    cupyconv.conv(x, weight, **settings)
+    assert loop._alone_bytes == sum(map(max, zip(*seen))) or (loop._is_single and not loop._has_gaps and not seen)
+
+
+@pytest.mark.parametrize(
+    "name, refused", [(name, refused) for name in ("samples", "no padding") for refused in ("", *shifted_rows.BUFFERS)]
+)
+def test_views_are_kept_only_with_all_the_memory_that_they_view(name, refused, monkeypatch):
+    """Views of memory for which the budget has no room would keep it nevertheless."""
+    made, asked, of_loop, of_scratch = [], [""], ShiftedRows._steps, Scratch.array
+
+    def array(self, name, shape, dtype=None):
+        asked.append(name)
+        return of_scratch(self, name, shape, dtype)
+
+    cupyconv.clear_caches()
+    monkeypatch.setattr(ShiftedRows, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
+    monkeypatch.setattr(backend.CachedScratch, "array", array)
+    monkeypatch.setattr(backend.CachedScratch, "_may_keep", lambda self, buffer: asked[-1] != refused)
+    x, weight, settings, _ = layer(*LAYERS[name])
+    for _ in range(3):
+        cupyconv.conv(x, weight, **settings)
+    assert len(made) == (3 if refused in asked[1:] else 1)
+    cupyconv.clear_caches()
+
+
 class Seen(Scratch):
     """Scratch memory that remembers the bytes of its arrays."""
 
@@ -322,7 +361,7 @@ def test_the_bytes_of_a_weight_are_those_of_its_matrices(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_lines_of_two_groups_stay_in_cache(dtype):
-    problem = problem_of(1, 8, 6, (9_000,), (7,), dict(groups=2), dtype)
+    problem = problem_of(1, 8, 6, (5, 9_000), (3, 7), dict(groups=2), dtype)
     pixels, _ = ShiftedRows.aim(problem)
     nbytes = 2 * sum(ShiftedRows(problem, (1, 1, 1, pixels))._lines_bytes)
     assert nbytes == pytest.approx(lines.LINES_BLOCK, rel=0.02)
@@ -451,7 +490,9 @@ def test_layers_without_samples_channels_or_outputs(batch, channels, outputs):
     x, weight = np.ones((batch, channels, 5, 6), np.float32), np.ones((outputs, 1, 3, 3), np.float32)
     if not channels:
         weight = np.ones((0, 0, 3, 3), np.float32)
-    result = cupyconv.conv(x, weight, padding=1, groups=max(1, channels), method="auto")
+    settings = dict(padding=1, groups=max(1, channels), method="auto")
+    assert all(loop.threads == 1 for loop in cupyconv.explain(cupyconv.conv, x, weight, **settings).steps)
+    result = cupyconv.conv(x, weight, **settings)
     assert result.shape == (batch, outputs, 5, 6)
 
 

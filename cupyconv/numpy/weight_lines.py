@@ -301,7 +301,7 @@ class GradientLines(GroupsGradientLoop):
         geometry, taps = self.geometry, self._taps
         by_line = self._outputs, len(taps.shifts), geometry.group_channels, *geometry.kernel[:2], geometry.stride[2]
         lines = total.reshape(len(total), *by_line)
-        if geometry.stride[2] == 1 and len(taps.shifts) == geometry.kernel[2]:
+        if geometry.stride[2] == 1:
             return [(..., np.moveaxis(lines[..., 0], 2, 5))]
         places = enumerate(zip(taps.numbers, taps.phases))
         return [((..., tap), lines[:, :, number, ..., phase]) for tap, (number, phase) in places]
