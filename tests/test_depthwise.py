@@ -267,12 +267,13 @@ def test_threads_share_groups_if_there_are_enough_else_pixels(groups, threads, e
     assert ToeplitzRuns.sharers(problem_of(groups, (1, 50), (1, 9), threads=threads)) == expected
 
 
-@pytest.mark.parametrize("batch, groups, size", [(1, 3000, 300), (1, 3000, 9), (1, 1, 300), (600, 7, 30)])
+@pytest.mark.parametrize("batch, groups, size", [(1, 3000, 300), (1, 3000, 9), (1, 5, 30_000), (600, 7, 30)])
 @pytest.mark.parametrize("limit", [1 << 14, 1 << 18, 1 << 30])
-def test_as_many_groups_are_computed_at_a_time_as_there_is_room_for(batch, groups, size, limit):
-    problem = problem_of(groups, (1, size), (1, 9), batch=batch, limit=limit)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_groups_are_computed_at_a_time_as_there_is_room_for(batch, groups, size, limit, threads):
+    problem = problem_of(groups, (1, size), (1, 9), batch=batch, threads=threads, limit=limit)
     loop = ToeplitzRuns(problem, (1, 1, 1, size))
-    room = min(ToeplitzRuns.groups_bytes, limit * 3 // 4)
+    room = min(ToeplitzRuns.groups_bytes, limit * 3 // (4 * threads))
     assert loop.part == 1 or loop.part * loop._group_bytes <= room
     assert loop.part == groups or 2 * (loop.part + 1) * loop._group_bytes > room
     assert loop.workspace >= loop.part * (loop._group_bytes + loop.sums_bytes // groups)
@@ -284,6 +285,18 @@ def test_threads_compute_the_same_number_of_parts(samples, parts, monkeypatch):
     monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: 1.0)
     loop = ToeplitzRuns(problem_of(64, (1, 50), (1, 9), batch=samples, threads=2), (1, 1, 1, 50))
     assert loop.blocks == samples and loop.rounds == samples * parts and loop.threads == 2
+
+
+def test_nothing_is_computed_by_one_thread(monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: 1.0)
+    assert ToeplitzRuns(problem_of(4, (1, 50), (1, 9), batch=0, threads=2), (1, 1, 1, 50)).threads == 1
+
+
+def test_work_is_products_copies_of_tiles_stores_and_moves_of_channels(monkeypatch):
+    for number, name in enumerate(("products_work", "tile_work", "store_work")):
+        monkeypatch.setattr(ToeplitzRuns, name, 10**number)
+    monkeypatch.setattr(group_products.cost, "channels_moved", lambda problem: 1000)
+    assert ToeplitzRuns(problem_of(4, (1, 50), (1, 9)), (1, 1, 1, 50)).work == 1111
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from cupyconv.numpy import backend, convolution, depthwise, group_products, line
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.shifted_rows import ShiftedRows
-from cupyconv.numpy.windows import Images
+from cupyconv.numpy.windows import Images, tile_shape
+from cupyconv.problem.activations import Activation
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import HostModel, NotApplicable
+from cupyconv.problem.problems import HostModel, NotApplicable, Prologue
 
 #: Samples, channels, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -296,9 +298,17 @@ def test_windows_that_are_summed_alone_are_counted(name, monkeypatch):
     assert loop._alone_bytes == sum(map(max, zip(*seen))) or (loop._is_single and not loop._has_gaps and not seen)
 
 
-@pytest.mark.parametrize(
-    "name, refused", [(name, refused) for name in ("samples", "no padding") for refused in ("", *shifted_rows.BUFFERS)]
-)
+def test_copies_that_a_prologue_writes_twice_are_counted():
+    problem = problem_of(*LAYERS["groups of several channels"])
+    twice = replace(problem, prologue=Prologue(activation=Activation("relu", 1)))
+    plain, other = (ShiftedRows(each, (1, 1, 7, 6)) for each in (problem, twice))
+    assert other._lines_bytes[0] - plain._lines_bytes[0] == 4 * 2 * 7 * 6  # two channels
+    tile = prod(tile_shape(problem.geometry, plain._alone[0] * 2, plain._alone[1]))
+    assert other._alone_bytes - plain._alone_bytes == 4 * tile
+
+
+@pytest.mark.parametrize("refused", ["", *shifted_rows.BUFFERS])
+@pytest.mark.parametrize("name", ["samples", "no padding"])
 def test_views_are_kept_only_with_all_the_memory_that_they_view(name, refused, monkeypatch):
     """Views of memory for which the budget has no room would keep it nevertheless."""
     made, asked, of_loop, of_scratch = [], [""], ShiftedRows._steps, Scratch.array

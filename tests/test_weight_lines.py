@@ -21,7 +21,8 @@ from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.weight_lines import GradientLines
 from cupyconv.numpy.windows import Images
-from cupyconv.problem.problems import HostModel
+from cupyconv.problem.activations import Activation
+from cupyconv.problem.problems import HostModel, Prologue
 
 #: Samples, channels, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -31,6 +32,7 @@ LAYERS = {
     "parts of unequal size": (2, 10, 10, (7, 6), (3, 3), dict(groups=5, padding=1)),
     "one row": (2, 6, 4, (1, 21), (1, 5), dict(groups=2, padding=(0, 2))),
     "no padding": (2, 4, 4, (7, 9), (3, 4), dict(groups=2)),
+    "no padding, as many rows as one is long": (2, 4, 4, (11, 9), (3, 4), dict(groups=2)),
     "padding on one side": (1, 4, 4, (7, 9), (3, 4), dict(groups=2, padding=((0, 2), (1, 0)))),
     "wide kernel": (2, 4, 4, (5, 4), (3, 7), dict(groups=2, padding="same")),
     "tall kernel": (1, 4, 4, (4, 9), (9, 2), dict(groups=2, padding="same")),
@@ -82,8 +84,12 @@ def problem_of(batch, channels, outputs, size, kernel, settings, dtype="float32"
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer(name, dtype, block, run, threads, monkeypatch):
-    """Blocks have all rows or one; a product has all elements of a line, or runs of some and a rest."""
+    """Blocks have all rows or one; a product has all elements of a line, or runs of some and a rest.
+
+    Turns have all groups, or one, or some and fewer at last.
+    """
     monkeypatch.setattr(weight_lines, "LINES_BLOCK", block)
+    monkeypatch.setattr(GradientLines, "groups_bytes", block)
     monkeypatch.setattr(weight_lines, "MIN_RUN", 1)
     monkeypatch.setattr(weight_lines.cost, "SMALL_PRODUCT", run)
     monkeypatch.setattr(GradientLines, "smallest", 1)
@@ -93,6 +99,26 @@ def test_a_layer(name, dtype, block, run, threads, monkeypatch):
         assert loop.name == "lines"
         for _ in range(2):
             assert_exact(cupyconv.conv_grad_weight(*arguments, **settings), expected, dtype)
+
+
+def test_a_line_is_cut_into_runs_of_any_length(monkeypatch):
+    """Runs may leave any rest; views of their products are made once."""
+    made, of_loop, rests = [], GradientLines._steps, set()
+    monkeypatch.setattr(GradientLines, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
+    monkeypatch.setattr(weight_lines, "MIN_RUN", 1)
+    arguments, settings, expected = layer(*LAYERS["samples"])
+    for run in range(1, 127):
+        monkeypatch.setattr(weight_lines.cost, "SMALL_PRODUCT", run * 6 * 6)
+        forget_calls()
+        made.clear()
+        cupyconv.clear_caches()
+        with cupyconv.options(threads=1):
+            (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, *arguments, **settings).steps
+            for _ in range(2):
+                assert_exact(cupyconv.conv_grad_weight(*arguments, **settings), expected, "float32")
+        rests.add(126 % loop._run)
+        assert loop._sizes == (6, 6, 126) and loop._run <= run and len(made) == 1
+    assert {0, 1, 2} < rests
 
 
 def test_one_factor_may_be_complex():
@@ -242,7 +268,8 @@ def test_the_memory_of_lines_is_counted(name, rows, run, monkeypatch):
     assert loop.part * loop.group_bytes == sum(sizes.values())
     one, other, _ = steps.turns[loop.part].products[0]
     assert loop.largest_product == one.shape[-2] * one.shape[-1] * other.shape[-1] > 0
-    assert loop.largest_product <= 60 or loop._run == loop._sizes[2]
+    of_gradient, of_image, length = loop._sizes
+    assert loop.largest_product <= run or (loop._run == length and of_gradient * of_image > run)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -255,7 +282,17 @@ def test_windows_that_are_summed_alone_are_counted(name, monkeypatch):
     with cupyconv.options(threads=1):
         (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **settings).steps
         cupyconv.conv_grad_weight(grad, x, kernel, **settings)
-    assert max(seen) <= loop.columns_bytes - loop.part * loop.group_bytes <= 2 * max(seen) > 0
+    # As much again for what a prologue writes twice.
+    assert loop.columns_bytes - loop.part * loop.group_bytes == 2 * max(seen) > 0
+
+
+@pytest.mark.parametrize("name", ["samples", "3-D"])
+def test_a_copy_that_a_prologue_writes_twice_is_counted(name):
+    problem = problem_of(*LAYERS[name])
+    twice = replace(problem, prologue=Prologue(activation=Activation("relu", 1)))
+    plain, other = (GradientLines(each, (1, *each.geometry.out_size)) for each in (problem, twice))
+    elements = problem.geometry.group_channels * plain._sizes[2]
+    assert other.group_bytes - plain.group_bytes == elements * 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -349,10 +386,10 @@ def test_lines_of_several_inputs_are_priced_by_their_calls():
     assert two.calls - one.calls == pytest.approx(two.turns * lines.REGION_CALLS * 2 * 3)
 
 
-@pytest.mark.parametrize(
-    "run, refused", [(run, refused) for run in (1_000_000, 60) for refused in ("", *weight_lines.BUFFERS)]
-)
-def test_views_are_kept_only_with_all_the_memory_that_they_view(run, refused, monkeypatch):
+@pytest.mark.parametrize("refused", ["", *weight_lines.BUFFERS])
+@pytest.mark.parametrize("run", [1_000_000, 60])
+@pytest.mark.parametrize("name", ["samples", "3-D"])
+def test_views_are_kept_only_with_all_the_memory_that_they_view(name, run, refused, monkeypatch):
     """Views of memory for which the budget has no room would keep it nevertheless."""
     made, asked, of_loop, of_scratch = [], [""], GradientLines._steps, Scratch.array
 
@@ -366,7 +403,7 @@ def test_views_are_kept_only_with_all_the_memory_that_they_view(run, refused, mo
     monkeypatch.setattr(GradientLines, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
     monkeypatch.setattr(backend.CachedScratch, "array", array)
     monkeypatch.setattr(backend.CachedScratch, "_may_keep", lambda self, buffer: asked[-1] != refused)
-    arguments, settings, _ = layer(*LAYERS["samples"])
+    arguments, settings, _ = layer(*LAYERS[name])
     with cupyconv.options(threads=1):
         for _ in range(3):
             cupyconv.conv_grad_weight(*arguments, **settings)

@@ -31,6 +31,7 @@ from cupyconv.numpy.windows import (
     added_together,
     axis_segments,
     copy,
+    line_regions,
     phase_reach,
     phase_regions,
     read,
@@ -386,7 +387,7 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
 def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode, kernel):
     """The cache counts slices by a known bound, and index arrays by their bytes."""
     counted = []
-    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES):
+    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES, windows._LINE_REGIONS):
         cache.clear()
         monkeypatch.setattr(cache, "keep", lambda key, value, at_most=None: counted.append((key, value, at_most)))
     geometry = ConvGeometry(
@@ -395,7 +396,8 @@ def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode,
     )  # fmt: skip
     block = tuple(map(range, geometry.out_size))
     tap_regions(geometry, block), tile_regions(geometry, block), phase_regions(geometry, block)
-    assert len(counted) == 3
+    line_regions(geometry, block, 1900)
+    assert len(counted) == 4
     for key, value, at_most in counted:
         held = held_bytes((key, value), ())
         assert at_most is None if mode == "wrap" else held <= at_most <= 8 * held

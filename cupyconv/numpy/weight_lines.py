@@ -211,7 +211,7 @@ class GradientLines(GroupsGradientLoop):
         image, grads = only_image(images, block), [self._as_lines(grad) for grad, _ in pairs]
         is_line = grads[0].ndim == 4
         key, make = (regions.layout, block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
-        is_cut = block.size[0] * block.size[1] * block.size[2] * self._row > self._run
+        is_cut = prod(block.size[:3]) * self._row > self._run
         steps = run.views(self, key, BUFFERS if is_cut else BUFFERS[:3], make)
         for zeros in steps.zeros:
             zeros.fill(0)
