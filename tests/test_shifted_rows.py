@@ -59,6 +59,7 @@ LAYERS = {
     "groups and a stride": (1, 6, 4, (9, 8), (3, 3), dict(groups=2, stride=2, padding=1)),
     "groups of rows": (2, 6, 4, (4, 5, 3), (2, 3, 2), dict(groups=2, padding="same")),
     "3-D": (2, 4, 4, (4, 5, 3), (3, 2, 3), dict(padding="same")),
+    "3-D, dilation": (1, 4, 4, (7, 8, 6), (2, 3, 2), dict(dilation=(3, 2, 1), padding=(1, 2, 0))),
     "3-D, stride": (1, 4, 8, (5, 4, 7), (3, 1, 3), dict(stride=(2, 1, 2), padding=(1, 0, 1))),
 }
 

@@ -121,6 +121,18 @@ def test_a_line_is_cut_into_runs_of_any_length(monkeypatch):
     assert {0, 1, 2} < rests
 
 
+@pytest.mark.parametrize("channels, outputs", [(0, 0), (0, 4), (4, 0)])
+def test_layers_without_channels_or_outputs(channels, outputs):
+    grad, x = np.ones((2, outputs, 7, 6), np.float32), np.ones((2, channels, 7, 6), np.float32)
+    result = cupyconv.conv_grad_weight(grad, x, (3, 3), groups=2, padding=1)
+    assert result.shape == (outputs, channels // 2, 3, 3)
+
+
+def test_an_image_that_fits_is_one_block_however_long_its_rows_are():
+    (loop, *_), _ = GradientLines.loops(problem_of(1, 4, 4, (4, 30), (3, 3), dict(groups=2, padding=1)))
+    assert loop.block == (1, 1, 4, 30)
+
+
 def test_one_factor_may_be_complex():
     (grad, x, kernel), settings, _ = layer(*LAYERS["outputs"], "complex64")
     for one, other in ((grad.real, x), (grad, x.real)):
