@@ -16,7 +16,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import backend, lines, weight_gradient, weight_lines
+from cupyconv.numpy import backend, lines, weight_gradient, weight_lines, weight_sums
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.weight_lines import GradientLines
@@ -99,6 +99,23 @@ def test_a_layer(name, dtype, block, run, threads, monkeypatch):
         assert loop.name == "lines"
         for _ in range(2):
             assert_exact(cupyconv.conv_grad_weight(*arguments, **settings), expected, dtype)
+
+
+def test_threads_share_the_blocks_evenly(monkeypatch):
+    shared = []
+
+    def in_threads(threads, work, shares, holds_blas):
+        taken = [(list(blocks), thread) for blocks, thread in shares]
+        shared.extend(len(blocks) for blocks, _ in taken)
+        return list(map(work, taken))
+
+    monkeypatch.setattr(weight_sums, "in_threads", in_threads)
+    monkeypatch.setattr(weight_lines, "LINES_BLOCK", 1)
+    monkeypatch.setattr(GradientLines, "smallest", 1)
+    arguments, settings, expected = layer(*LAYERS["depthwise"])
+    with cupyconv.options(threads=2):
+        assert_exact(cupyconv.conv_grad_weight(*arguments, **settings), expected, "float32")
+    assert shared == [4, 3]  # rows
 
 
 def test_a_line_is_cut_into_runs_of_any_length(monkeypatch):
