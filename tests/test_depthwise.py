@@ -267,16 +267,17 @@ def test_threads_share_groups_if_there_are_enough_else_pixels(groups, threads, e
     assert ToeplitzRuns.sharers(problem_of(groups, (1, 50), (1, 9), threads=threads)) == expected
 
 
-@pytest.mark.parametrize("batch, groups, size", [(1, 3000, 300), (1, 3000, 9), (1, 5, 30_000), (600, 7, 30)])
+@pytest.mark.parametrize("of_group", [0, 10, 1_000, 10_000, 100_000])
+@pytest.mark.parametrize("groups", [1, 5, 3000])
 @pytest.mark.parametrize("limit", [1 << 14, 1 << 18, 1 << 30])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_as_many_groups_are_computed_at_a_time_as_there_is_room_for(batch, groups, size, limit, threads):
-    problem = problem_of(groups, (1, size), (1, 9), batch=batch, threads=threads, limit=limit)
-    loop = ToeplitzRuns(problem, (1, 1, 1, size))
+def test_as_many_groups_are_computed_at_a_time_as_there_is_room_for(of_group, groups, limit, threads, monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "_group_bytes", of_group)
+    loop = ToeplitzRuns(problem_of(groups, (1, 300), (1, 9), threads=threads, limit=limit), (1, 1, 1, 300))
     room = min(ToeplitzRuns.groups_bytes, limit * 3 // (4 * threads))
-    assert loop.part == 1 or loop.part * loop._group_bytes <= room
-    assert loop.part == groups or 2 * (loop.part + 1) * loop._group_bytes > room
-    assert loop.workspace >= loop.part * (loop._group_bytes + loop.sums_bytes // groups)
+    assert loop.part == 1 or loop.part * of_group <= room
+    assert loop.part == groups or 2 * (loop.part + 1) * of_group > room
+    assert loop.workspace >= loop.part * (of_group + loop.sums_bytes // groups)
 
 
 @pytest.mark.parametrize("samples, parts", [(1, 2), (2, 1), (3, 2)])

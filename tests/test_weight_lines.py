@@ -123,18 +123,19 @@ def test_a_line_is_cut_into_runs_of_any_length(monkeypatch):
     made, of_loop, rests = [], GradientLines._steps, set()
     monkeypatch.setattr(GradientLines, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
     monkeypatch.setattr(weight_lines, "MIN_RUN", 1)
-    arguments, settings, expected = layer(*LAYERS["samples"])
-    for run in range(1, 127):
+    arguments, settings, expected = layer(1, 4, 4, (5, 7), (3, 3), dict(groups=2, padding=1))
+    for run in range(1, 36):
         monkeypatch.setattr(weight_lines.cost, "SMALL_PRODUCT", run * 6 * 6)
         forget_calls()
-        made.clear()
         cupyconv.clear_caches()
         with cupyconv.options(threads=1):
             (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, *arguments, **settings).steps
+            assert loop.part * loop.group_bytes == sum(steps_of(loop)[1].values())
+            made.clear()
             for _ in range(2):
                 assert_exact(cupyconv.conv_grad_weight(*arguments, **settings), expected, "float32")
-        rests.add(126 % loop._run)
-        assert loop._sizes == (6, 6, 126) and loop._run <= run and len(made) == 1
+        rests.add(35 % loop._run)
+        assert loop._sizes == (6, 6, 35) and loop._run <= run and len(made) == 1
     assert {0, 1, 2} < rests
 
 
@@ -148,6 +149,13 @@ def test_layers_without_channels_or_outputs(channels, outputs):
 def test_an_image_that_fits_is_one_block_however_long_its_rows_are():
     (loop, *_), _ = GradientLines.loops(problem_of(1, 4, 4, (4, 30), (3, 3), dict(groups=2, padding=1)))
     assert loop.block == (1, 1, 4, 30)
+
+
+def test_of_long_rows_a_block_has_one_if_that_fits():
+    problem = problem_of(2, 4, 4, (4, 40_000), (3, 3), dict(groups=2, padding=1))
+    limit, words, ((loop, *_), _) = smallest_block(GradientLines.loops, problem, 100_000)
+    assert words.startswith(f"a row needs {limit:,} bytes")
+    assert loop.block == (1, 1, 1, 40_000)
 
 
 def test_one_factor_may_be_complex():

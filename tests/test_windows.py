@@ -378,6 +378,8 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
     tile, expected = images.tile_or_view(block), x.swapaxes(0, 1) * (2 if lies == "before a prologue" else 1)
     assert tile.dtype == np.float32 and np.shares_memory(tile, x) == (lies == "as it is read")
     np.testing.assert_array_equal(tile, expected)
+    for row, part in enumerate(Blocks(geometry, (2, 1, 1, 4), 4)):
+        np.testing.assert_array_equal(images.tile_or_view(part), expected[:, :, :, row : row + 3])
     windows_of = np.lib.stride_tricks.sliding_window_view(expected, (3, 3), axis=(3, 4))
     np.testing.assert_array_equal(images.columns(block)[:, 0], windows_of.transpose(0, 5, 6, 1, 2, 3, 4))
 
