@@ -160,6 +160,18 @@ def test_as_much_as_the_budget_may_be_reserved_but_for_what_one_large_thing_need
     assert caches.spent() == caches.LARGEST
 
 
+def test_what_was_released_may_be_reserved_or_kept_again_at_once():
+    cache, most = caches.Cache(30), caches.BUDGET - caches.LARGEST
+    for _ in range(3):
+        assert caches.reserve(most)
+        caches.release(most)
+    assert caches.reserve(most)
+    cache.keep("first", 1, at_most=caches.LARGEST)
+    caches.release(most)
+    cache.keep("second", 2, at_most=caches.LARGEST)
+    assert (cache.get("first"), cache.get("second")) == (1, 2)
+
+
 def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
     cache = caches.Cache(10)
     monkeypatch.setattr(caches, "LARGEST", caches.held_bytes(("key", bytes(1000))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import (
     backend,
@@ -26,6 +28,7 @@ from cupyconv.numpy.choice import Method
 from cupyconv.numpy.shifted_rows import ShiftedRows
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
+from cupyconv.problem.problems import HostModel
 from tests import reference, reference_gradients
 from tests.peak_memory import peak_bytes
 from tests.plans import array
@@ -206,6 +209,13 @@ def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
     assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # including Python objects
 
 
+def problem_of(groups, size, kernel, batch=1, threads=1, limit=16 << 20):
+    """Return the problem of a depthwise convolution, without arrays."""
+    x, weight = array(batch, groups, *size), array(groups, 1, *kernel)
+    problem = checked_call(cupyconv.conv, x, weight, padding="same", groups=groups).problem
+    return replace(problem, machine=HostModel(threads), workspace_limit=limit)
+
+
 @pytest.mark.parametrize("implementation", [ToeplitzRows, ToeplitzRuns])
 def test_toeplitz_products_compute_these_problems_themselves(implementation, monkeypatch):
     """While sums are finite, Toeplitz products leave nothing to sums window by window, nor to other implementations."""
@@ -243,6 +253,68 @@ def test_a_layer_of_a_millisecond_is_divided(monkeypatch):
             for size in (64, 82)
         ]
     assert [plan.steps[0].threads for plan in plans] == [1, 2]
+
+
+@pytest.mark.parametrize("milliseconds, threads", [(0.7, 1), (0.9, 2), (1.3, 3), (9.0, 3)])
+def test_threads_are_woken_for_four_tenths_of_a_millisecond_of_runs_each(milliseconds, threads, monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: milliseconds * 1e-3)
+    assert ToeplitzRuns.workers(problem_of(4, (1, 50), (1, 9), threads=3)) == threads
+
+
+@pytest.mark.parametrize("groups, threads, expected", [(1, 2, 2), (3, 2, 2), (32, 2, 1), (32, 1, 1), (8, 6, 6)])
+def test_threads_share_groups_if_there_are_enough_else_pixels(groups, threads, expected, monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: 1.0)
+    assert ToeplitzRuns.sharers(problem_of(groups, (1, 50), (1, 9), threads=threads)) == expected
+
+
+@pytest.mark.parametrize("of_group", [0, 10, 1_000, 10_000, 100_000])
+@pytest.mark.parametrize("groups", [1, 5, 3000])
+@pytest.mark.parametrize("limit", [1 << 14, 1 << 18, 1 << 30])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_groups_are_computed_at_a_time_as_there_is_room_for(of_group, groups, limit, threads, monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "_group_bytes", of_group)
+    loop = ToeplitzRuns(problem_of(groups, (1, 300), (1, 9), threads=threads, limit=limit), (1, 1, 1, 300))
+    room = min(ToeplitzRuns.groups_bytes, limit * 3 // (4 * threads))
+    assert loop.part == 1 or loop.part * of_group <= room
+    assert loop.part == groups or 2 * (loop.part + 1) * of_group > room
+    assert loop.workspace >= loop.part * (of_group + loop.sums_bytes // groups)
+
+
+@pytest.mark.parametrize("samples, parts", [(1, 2), (2, 1), (3, 2)])
+def test_threads_compute_the_same_number_of_parts(samples, parts, monkeypatch):
+    """A single block is divided by groups for them; an even number of blocks is not."""
+    monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: 1.0)
+    loop = ToeplitzRuns(problem_of(64, (1, 50), (1, 9), batch=samples, threads=2), (1, 1, 1, 50))
+    assert loop.blocks == samples and loop.rounds == samples * parts and loop.threads == 2
+
+
+def test_nothing_is_computed_by_one_thread(monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "rough_seconds", lambda problem: 1.0)
+    assert ToeplitzRuns(problem_of(4, (1, 50), (1, 9), batch=0, threads=2), (1, 1, 1, 50)).threads == 1
+
+
+def test_work_is_products_copies_of_tiles_stores_and_moves_of_channels(monkeypatch):
+    for number, name in enumerate(("products_work", "tile_work", "store_work")):
+        monkeypatch.setattr(ToeplitzRuns, name, 10**number)
+    monkeypatch.setattr(group_products.cost, "channels_moved", lambda problem: 1000)
+    assert ToeplitzRuns(problem_of(4, (1, 50), (1, 9)), (1, 1, 1, 50)).work == 1111
+
+
+@pytest.mark.parametrize(
+    "block, together, alone",
+    [
+        ((64, 1, 8, 8), 8, (1, (64, 1, 8, 8))),
+        ((100, 1, 8, 8), 8, (1, (64, 1, 8, 8))),
+        ((1, 1, 8, 8), 100, (64, (1, 1, 8, 8))),
+        ((1, 1, 8, 8), 10, (10, (1, 1, 8, 8))),
+        ((3, 1, 100, 128), 10, (1, (1, 1, 25, 128))),
+        ((1, 1, 1, 10_000), 10, (1, (1, 1, 1, 3334))),
+    ],
+)
+def test_at_most_4096_pixels_are_summed_alone_at_a_time(block, together, alone, monkeypatch):
+    monkeypatch.setattr(ToeplitzRuns, "part", together)
+    assert group_products.PIXELS_ALONE == 4096
+    assert ToeplitzRuns(problem_of(100, block[2:], (1, 9), batch=block[0]), block)._alone == alone
 
 
 #: Calls by what their products write: lines with zeros over their ends, or between them; rows outside the image, in a

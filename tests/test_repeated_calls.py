@@ -110,6 +110,17 @@ def test_no_more_is_kept_than_stated(monkeypatch):
         np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w, method="gemm"))
 
 
+def test_the_fixed_arguments_are_known_by_name():
+    w, bias = integers(4, 2, 3, 3), integers(4)
+    call = RepeatedCall(cupyconv.conv, {"weight": w, "bias": bias, "groups": 2})
+    arguments = call.arguments
+    assert arguments["bias"] is bias and arguments["groups"] == 2
+    assert arguments["x"] is None and arguments["stride"] == 1
+    np.testing.assert_array_equal(arguments["weight"], w)
+    arguments["groups"] = 3  # of a copy
+    assert call(x=integers(1, 4, 6, 6)).shape == (1, 4, 4, 4)
+
+
 def test_options_and_sizes_have_executables_of_their_own():
     w = integers(4, 4, 3, 3)
     call = RepeatedCall(cupyconv.conv, {"weight": w})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from cupyconv.numpy import backend, convolution, depthwise, group_products, line
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.shifted_rows import ShiftedRows
+from cupyconv.numpy.windows import Images, tile_shape
+from cupyconv.problem.activations import Activation
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import HostModel, NotApplicable
+from cupyconv.problem.problems import HostModel, NotApplicable, Prologue
 
 #: Samples, channels, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -40,6 +43,8 @@ LAYERS = {
     "stride, a line": (1, 4, 4, (9, 8), (3, 2), dict(stride=2)),
     "stride, whole phases": (1, 4, 4, (9, 8), (3, 4), dict(stride=2, padding=1)),
     "stride beyond the kernel": (1, 4, 4, (9, 11), (2, 2), dict(stride=3, padding=1)),
+    "stride of rows": (1, 4, 4, (9, 8), (3, 3), dict(stride=(2, 1))),
+    "stride of the width, whole phases": (1, 4, 4, (9, 8), (3, 4), dict(stride=(1, 2))),
     "stride of one row": (2, 4, 4, (1, 21), (1, 5), dict(stride=(1, 2), padding=(0, 2))),
     "dilation": (1, 4, 4, (9, 11), (3, 3), dict(dilation=(2, 3), padding="same")),
     "dilation beyond the image": (1, 4, 4, (4, 3), (3, 3), dict(dilation=5, padding=5)),
@@ -54,6 +59,7 @@ LAYERS = {
     "groups and a stride": (1, 6, 4, (9, 8), (3, 3), dict(groups=2, stride=2, padding=1)),
     "groups of rows": (2, 6, 4, (4, 5, 3), (2, 3, 2), dict(groups=2, padding="same")),
     "3-D": (2, 4, 4, (4, 5, 3), (3, 2, 3), dict(padding="same")),
+    "3-D, dilation": (1, 4, 4, (7, 8, 6), (2, 3, 2), dict(dilation=(3, 2, 1), padding=(1, 2, 0))),
     "3-D, stride": (1, 4, 8, (5, 4, 7), (3, 1, 3), dict(stride=(2, 1, 2), padding=(1, 0, 1))),
 }
 
@@ -95,6 +101,16 @@ def test_a_layer(name, dtype, block, monkeypatch):
         (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
         assert loop.name == "shifted rows" and (loop.threads == 1 or loop.geometry.groups == 1)
         assert_exact(cupyconv.conv(x, weight, **settings), expected, dtype)
+
+
+def test_a_product_in_parts_that_blas_does_not_pack():
+    """Rows of the matrices and columns of the lines are cut; the last columns are fewer."""
+    x, weight, settings, expected = layer(1, 128, 64, (14, 14), (3, 3), dict(groups=2, padding=1))
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
+    (lines_added, _, length), (rows, columns) = loop._sizes, loop._part_of_product
+    assert rows < lines_added and columns < length and length % columns
+    assert loop.largest_product == rows * columns * 64 * 3
+    assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
 
 
 @given(call=depthwise_calls())
@@ -146,6 +162,23 @@ def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, va
 def test_finite_sums_are_not_computed_again(name, monkeypatch):
     monkeypatch.delattr(group_products, "sum_windows")
     x, weight, settings, expected = layer(*LAYERS[name])
+    assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
+
+
+@pytest.mark.parametrize("name", ["same", "stride of the width, whole phases", "one group"])
+def test_an_infinity_that_no_zero_of_a_matrix_multiplies_is_not_computed_again(name, monkeypatch):
+    monkeypatch.delattr(group_products, "sum_windows")
+    x, weight, settings, _ = layer(*LAYERS[name])
+    x[:, :, 3, 3] = np.inf
+    with np.errstate(invalid="ignore"):
+        expected = reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
+    np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
+
+
+def test_the_only_input_is_read_through_views_that_all_turns_share(monkeypatch):
+    """To read a region takes several calls of Python, so the estimate counts them for other inputs only."""
+    monkeypatch.delattr(Images, "read")
+    x, weight, settings, expected = layer(*LAYERS["same"])
     assert_exact(cupyconv.conv(x, weight, **settings), expected, "float32")
 
 
@@ -249,6 +282,53 @@ def test_it_takes_the_memory_that_it_says(name, settings, value):
     assert plan.workspace_bytes / 3 <= peak <= plan.workspace_bytes + 100_000
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_windows_that_are_summed_alone_are_counted(name, monkeypatch):
+    seen, of_windows = [], group_products.sum_windows
+
+    def sum_windows(geometry, image, weight, sums):
+        seen.append((image.nbytes, weight.nbytes))
+        of_windows(geometry, image, weight, sums)
+
+    monkeypatch.setattr(group_products, "sum_windows", sum_windows)
+    monkeypatch.setattr(group_products, "PIXELS_ALONE", 20)
+    x, weight, settings, _ = layer(*LAYERS[name])
+    x[...] = weight[...] = np.nan
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, **settings).steps
+    cupyconv.conv(x, weight, **settings)
+    assert loop._alone_bytes == sum(map(max, zip(*seen))) or (loop._is_single and not loop._has_gaps and not seen)
+
+
+def test_copies_that_a_prologue_writes_twice_are_counted():
+    problem = problem_of(*LAYERS["groups of several channels"])
+    twice = replace(problem, prologue=Prologue(activation=Activation("relu", 1)))
+    plain, other = (ShiftedRows(each, (1, 1, 7, 6)) for each in (problem, twice))
+    assert other._lines_bytes[0] - plain._lines_bytes[0] == 4 * 2 * 7 * 6  # two channels
+    tile = prod(tile_shape(problem.geometry, plain._alone[0] * 2, plain._alone[1]))
+    assert other._alone_bytes - plain._alone_bytes == 4 * tile
+
+
+@pytest.mark.parametrize("refused", ["", *shifted_rows.BUFFERS])
+@pytest.mark.parametrize("name", ["samples", "no padding"])
+def test_views_are_kept_only_with_all_the_memory_that_they_view(name, refused, monkeypatch):
+    """Views of memory for which the budget has no room would keep it nevertheless."""
+    made, asked, of_loop, of_scratch = [], [""], ShiftedRows._steps, Scratch.array
+
+    def array(self, name, shape, dtype=None):
+        asked.append(name)
+        return of_scratch(self, name, shape, dtype)
+
+    cupyconv.clear_caches()
+    monkeypatch.setattr(ShiftedRows, "_steps", lambda *arguments: made.append(arguments) or of_loop(*arguments))
+    monkeypatch.setattr(backend.CachedScratch, "array", array)
+    monkeypatch.setattr(backend.CachedScratch, "_may_keep", lambda self, buffer: asked[-1] != refused)
+    x, weight, settings, _ = layer(*LAYERS[name])
+    for _ in range(3):
+        cupyconv.conv(x, weight, **settings)
+    assert len(made) == (3 if refused in asked[1:] else 1)
+    cupyconv.clear_caches()
+
+
 class Seen(Scratch):
     """Scratch memory that remembers the bytes of its arrays."""
 
@@ -277,7 +357,45 @@ def test_lines_that_are_read_and_other_memory_are_counted_apart(name):
     steps, sizes = steps_of(loop)
     assert loop.workspace - loop.extra_bytes == sizes["lines read"] > 0
     assert loop.largest_product >= max(place[0].size for row in steps.turns[loop.several].places for place in row)
-    assert loop.extra_bytes >= sizes["lines"] + sizes.get("line sums", 0)
+    sums_and_windows = super(ShiftedRows, loop).workspace
+    assert loop.extra_bytes - sums_and_windows == sizes["lines"] + sizes.get("line sums", 0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_bytes_of_a_weight_are_those_of_its_matrices(name):
+    problem = problem_of(*LAYERS[name])
+    geometry = problem.geometry
+    weight = np.ones((geometry.groups, geometry.group_outputs, geometry.reduction), "float32")
+    matrices = ShiftedRows(problem, (1, *geometry.out_size)).arranged(weight)
+    assert matrices.nbytes == ShiftedRows.weight_bytes(problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lines_of_two_groups_stay_in_cache(dtype):
+    problem = problem_of(1, 8, 6, (5, 9_000), (3, 7), dict(groups=2), dtype)
+    pixels, _ = ShiftedRows.aim(problem)
+    nbytes = 2 * sum(ShiftedRows(problem, (1, 1, 1, pixels))._lines_bytes)
+    assert nbytes == pytest.approx(lines.LINES_BLOCK, rel=0.02)
+    (loop,) = ShiftedRows.loops(problem)[0]
+    assert loop.blocks > 1 and loop.several == 2
+
+
+@pytest.mark.parametrize(
+    "taps, stride, gap, before, shifts",
+    [
+        (3, 1, 1, 1, [-1, 0, 1]),
+        (3, 1, 3, 1, [-1, 2, 5]),
+        (3, 1, 4, 2, [-2, 2, 6]),
+        (3, 2, 4, 3, [-2, 0, 2]),
+        (3, 2, 1, 1, [-1, 0]),
+        (2, 3, 1, 0, [0]),
+    ],
+)
+def test_taps_have_no_lines_that_none_of_them_adds(taps, stride, gap, before, shifts):
+    of_width = lines.taps_of(taps, stride, gap, before)
+    assert list(of_width.shifts) == shifts
+    for tap, (number, phase) in enumerate(zip(of_width.numbers, of_width.phases)):
+        assert shifts[number] * stride + phase == tap * gap - before
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -319,6 +437,50 @@ def test_the_estimated_time_counts_all_that_a_run_does(name, monkeypatch):
     assert work() == 0
     loop._parts = shifted_rows.cost.Parts(2, 16, 42, 7.0)
     assert work() == 7 * geometry.groups
+    assert all(zeros.size for zeros in turn.zeros)  # each takes a call
+    monkeypatch.setattr(shifted_rows, "CACHE_BLOCK", sum(loop._lines_bytes) - 1)
+    loop._parts = None
+    assert work(COPY=1) == (not is_apart) * times * read * shifted_rows.cost.FARTHER
+
+
+@pytest.mark.parametrize("dtype, times", [("float64", 2), ("complex64", 4)])
+def test_other_dtypes_take_as_long_as_their_bytes_or_their_multiply_adds(dtype, times, monkeypatch):
+    for constant in ("COPY", "BEGIN", "ARRANGE"):
+        monkeypatch.setattr(shifted_rows, constant, 0)
+    for function in ("left_out", "product"):
+        monkeypatch.setattr(shifted_rows.cost, function, lambda *given: 0)
+    one, other = (ShiftedRows(problem_of(*LAYERS["same"], dtype), (1, 1, 7, 6)) for dtype in ("float32", dtype))
+    one._parts = other._parts = None
+    assert other.products_work == pytest.approx(times * one.products_work)
+
+
+def test_a_sum_is_cut_into_products_that_one_thread_of_blas_computes(monkeypatch):
+    monkeypatch.setattr(shifted_rows, "ONE_THREAD", 30)
+    problem = problem_of(*LAYERS["samples"])
+    loop = ShiftedRows(problem, (3, *problem.geometry.out_size))
+    steps, _ = steps_of(loop)
+    runs = steps.turns[loop.several].runs
+    assert all(run.shape[3] * run.shape[4] <= 30 for run in runs)
+    assert sum(run.shape[4] for run in runs) == 7 * 6 and len(runs) == 5
+    before = loop.products_work
+    monkeypatch.setattr(shifted_rows, "BEGIN", shifted_rows.BEGIN + 1)
+    assert loop.products_work - before == pytest.approx(4 * 3 * len(runs))  # outputs and samples
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_estimated_calls_count_lines_and_zeros_of_each_turn(name, monkeypatch):
+    monkeypatch.setattr(shifted_rows, "QUICK", 1)
+    monkeypatch.setattr(shifted_rows, "LINES_BLOCK", 1)
+    problem = problem_of(*LAYERS[name])
+    loop = ShiftedRows(problem, (1, *problem.geometry.out_size))
+    steps, _ = steps_of(loop)
+    (turn,) = steps.turns.values()
+    of_turn = len(turn.reading.lines) + len(turn.zeros)
+    per_block = loop.calls / loop.turns - loop.turn_calls
+    assert loop.several == 1 and per_block > loop.part * of_turn
+    monkeypatch.setattr(shifted_rows, "QUICK", 2)
+    more = loop.calls / loop.turns - loop.turn_calls - per_block
+    assert more == loop.part * (of_turn + 3)  # two products and a copy
 
 
 def test_channels_of_a_result_with_other_strides_are_computed_in_parts():
@@ -326,7 +488,7 @@ def test_channels_of_a_result_with_other_strides_are_computed_in_parts():
     x = np.ones((1, 90, 90, 96), np.float32).transpose(0, 3, 1, 2)
     weight = np.ones((96, 1, 3, 3), np.float32)
     (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=96, method="gemm").steps
-    assert loop.part < 96 and loop.part * loop.sums_bytes // 96 <= depthwise.CACHE_BLOCK
+    assert loop.part < 96 and depthwise.CACHE_BLOCK / 2 <= loop.part * loop.sums_bytes // 96 <= depthwise.CACHE_BLOCK
     first_last = np.ascontiguousarray(x)
     (loop,) = cupyconv.explain(cupyconv.conv, first_last, weight, padding=1, groups=96, method="gemm").steps
     assert loop.part == 96
@@ -339,7 +501,9 @@ def test_layers_without_samples_channels_or_outputs(batch, channels, outputs):
     x, weight = np.ones((batch, channels, 5, 6), np.float32), np.ones((outputs, 1, 3, 3), np.float32)
     if not channels:
         weight = np.ones((0, 0, 3, 3), np.float32)
-    result = cupyconv.conv(x, weight, padding=1, groups=max(1, channels), method="auto")
+    settings = dict(padding=1, groups=max(1, channels), method="auto")
+    assert all(loop.threads == 1 for loop in cupyconv.explain(cupyconv.conv, x, weight, **settings).steps)
+    result = cupyconv.conv(x, weight, **settings)
     assert result.shape == (batch, outputs, 5, 6)
 
 

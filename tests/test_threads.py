@@ -11,10 +11,11 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from math import prod
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -336,6 +337,22 @@ def test_arrays_of_a_call_that_failed_are_let_go(whose):
 # --- BLAS -----------------------------------------------------------------------------------------------------
 
 
+def test_without_the_gil_workers_free_what_they_made_when_memory_is_wanted(monkeypatch):
+    """An object is freed only by its own thread then: before another attempt with less memory, and to clear caches."""
+    woken: list[threads._Pool] = []
+    monkeypatch.setattr(threads._Pool, "wake", lambda pool: woken.append(pool))
+
+    def fail(part: int) -> None:
+        raise MemoryError(part)
+
+    for has_gil in (True, False):
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda has_gil=has_gil: has_gil, raising=False)
+        for number, wish in enumerate((lambda: in_threads(2, fail, range(4)), cupyconv.clear_caches), 1):
+            with suppress(MemoryError):
+                wish()
+            assert len(woken) == (0 if has_gil else number)
+
+
 def numbers() -> list[int]:
     return [ask() for ask, _ in BLAS._found()]
 
@@ -354,6 +371,21 @@ def test_the_transform_of_a_large_weight_holds_blas(monkeypatch):
     assert plan.steps[0].threads == 1
     cupyconv.conv(x, weight, method="winograd")
     assert seen and set(seen) == {1}
+
+
+@pytest.mark.parametrize(
+    "interface, layer, is_its_own",
+    [("openblas", "pthreads", True), ("openblas", "openmp", False), ("mkl", "intel", False), ("blis", "openmp", False)],
+)
+def test_openblas_own_threads_are_set_in_openblas_itself(interface, layer, is_its_own):
+    """threadpoolctl would set them for one thread of the process at a time."""
+    functions = {f"scipy_openblas_{verb}_num_threads64_": verb for verb in ("get", "set")}
+    library = SimpleNamespace(
+        internal_api=interface, threading_layer=layer, dynlib=SimpleNamespace(**functions),
+        get_num_threads="threadpoolctl's get", set_num_threads="threadpoolctl's set",
+    )  # fmt: skip
+    expected = ("get", "set") if is_its_own else (library.get_num_threads, library.set_num_threads)
+    assert threads._controls(library) == expected
 
 
 def test_blas_has_one_thread_meanwhile_and_its_own_after():

@@ -31,6 +31,7 @@ from cupyconv.numpy.windows import (
     added_together,
     axis_segments,
     copy,
+    line_regions,
     phase_reach,
     phase_regions,
     read,
@@ -377,6 +378,8 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
     tile, expected = images.tile_or_view(block), x.swapaxes(0, 1) * (2 if lies == "before a prologue" else 1)
     assert tile.dtype == np.float32 and np.shares_memory(tile, x) == (lies == "as it is read")
     np.testing.assert_array_equal(tile, expected)
+    for row, part in enumerate(Blocks(geometry, (2, 1, 1, 4), 4)):
+        np.testing.assert_array_equal(images.tile_or_view(part), expected[:, :, :, row : row + 3])
     windows_of = np.lib.stride_tricks.sliding_window_view(expected, (3, 3), axis=(3, 4))
     np.testing.assert_array_equal(images.columns(block)[:, 0], windows_of.transpose(0, 5, 6, 1, 2, 3, 4))
 
@@ -386,7 +389,7 @@ def test_a_tile_is_read_where_it_lies_only_as_it_is(lies):
 def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode, kernel):
     """The cache counts slices by a known bound, and index arrays by their bytes."""
     counted = []
-    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES):
+    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS, windows._PHASES, windows._LINE_REGIONS):
         cache.clear()
         monkeypatch.setattr(cache, "keep", lambda key, value, at_most=None: counted.append((key, value, at_most)))
     geometry = ConvGeometry(
@@ -395,7 +398,8 @@ def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode,
     )  # fmt: skip
     block = tuple(map(range, geometry.out_size))
     tap_regions(geometry, block), tile_regions(geometry, block), phase_regions(geometry, block)
-    assert len(counted) == 3
+    line_regions(geometry, block, 1900)
+    assert len(counted) == 4
     for key, value, at_most in counted:
         held = held_bytes((key, value), ())
         assert at_most is None if mode == "wrap" else held <= at_most <= 8 * held

@@ -87,11 +87,11 @@ class GroupProducts(ConvLoop):
     def part(self) -> int:
         room = min(self.groups_bytes, self.problem.limit * 3 // (4 * self.problem.host.threads))
         groups = self.geometry.groups
-        parts = ceil(groups / max(1, room // (self._group_bytes or 1))) or 1
+        parts = ceil(groups / max(1, room // (self._group_bytes or 1)))
         workers = self.workers(self.problem)
         if self.blocks % workers:  # give all threads the same number of parts
             parts = ceil(parts / workers) * workers
-        return ceil(groups / max(1, parts)) or 1
+        return ceil(groups / parts)
 
     @cached_property
     def each_block(self) -> Blocks:
@@ -99,16 +99,16 @@ class GroupProducts(ConvLoop):
 
     @property
     def workspace(self) -> int:
-        sums = ceil(self.sums_bytes / max(1, self.geometry.groups))
+        sums = ceil(self.sums_bytes / self.geometry.groups)
         return self.part * (self._group_bytes + sums) + self._alone_bytes
 
     @cached_property
     def _alone(self) -> tuple[int, BlockSize]:
         """The number of groups and the block size that are recomputed at a time, from each window alone."""
         samples, *size = self.block
-        samples = min(samples, max(1, PIXELS_ALONE // (prod(size) or 1)))
+        samples = min(samples, max(1, PIXELS_ALONE // prod(size)))
         block = samples, *box_within(size, PIXELS_ALONE)
-        return min(self.together, max(1, PIXELS_ALONE // (prod(block) or 1))), block
+        return min(self.together, PIXELS_ALONE // prod(block)), block
 
     @property
     def _alone_bytes(self) -> int:

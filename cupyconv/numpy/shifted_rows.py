@@ -255,7 +255,7 @@ class ShiftedRows(GroupProducts):
 
     @property
     def extra_bytes(self) -> int:
-        ends = 2 * whole_lines(self._ends, self.x_dtype.itemsize) * self.x_dtype.itemsize
+        ends = whole_lines(self._ends, self.x_dtype.itemsize) * self.x_dtype.itemsize
         return super().workspace + ends + self.several * self._lines_bytes[1]
 
     @property
@@ -275,7 +275,7 @@ class ShiftedRows(GroupProducts):
         geometry = self.geometry
         kernels = weight.reshape(*weight.shape[:2], geometry.group_channels, *geometry.kernel)
         matrices = (np.zeros if self._has_gaps else np.empty)(self._by_tap(weight), weight.dtype)
-        if geometry.stride[2] == 1 and not self._has_gaps:
+        if geometry.stride[2] == 1:
             matrices[..., 0] = kernels.transpose(0, 1, 5, 2, 3, 4)
         else:
             for tap, (line, phase) in enumerate(zip(self._taps.numbers, self._taps.phases)):
@@ -342,8 +342,8 @@ class ShiftedRows(GroupProducts):
         read = scratch.array(BUFFERS[0], (several * channels, taps, pitch))[..., :length]
         matrices = read.reshape(several, reads, length)
         reading = Reading.of(read.reshape(-1, taps, samples, *size, row), regions)
-        memory = scratch.array(BUFFERS[1], (several * outputs * lines * line + 2 * ends,), self.sums_dtype)
-        written = memory[ends : memory.size - ends].reshape(several, outputs * lines, line)
+        memory = scratch.array(BUFFERS[1], (ends + several * outputs * lines * line,), self.sums_dtype)
+        written = memory[ends:].reshape(several, outputs * lines, line)
         products, between = written[..., :length], written[..., length:]
         by_row = products.reshape(several, outputs, lines, -1, row)
         of_other_rows = [by_row[:, :, number, :, some] for number, some in self._of_other_rows]
@@ -375,5 +375,5 @@ class ShiftedRows(GroupProducts):
                 sums,
                 pixels,
             )
-        zeros = [between, memory[:ends], memory[memory.size - ends :]] if of_other_rows else []
+        zeros = [between, memory[:ends]] if of_other_rows else []
         return Steps(reading.zeros + zeros, turns, pieces)

@@ -211,7 +211,7 @@ class GradientLines(GroupsGradientLoop):
         image, grads = only_image(images, block), [self._as_lines(grad) for grad, _ in pairs]
         is_line = grads[0].ndim == 4
         key, make = (regions.layout, block.size, is_line), partial(self._steps, run, regions, block.size, is_line)
-        is_cut = block.size[0] * block.size[1] * block.size[2] * self._row > self._run
+        is_cut = prod(block.size[:3]) * self._row > self._run
         steps = run.views(self, key, BUFFERS if is_cut else BUFFERS[:3], make)
         for zeros in steps.zeros:
             zeros.fill(0)
@@ -301,7 +301,7 @@ class GradientLines(GroupsGradientLoop):
         geometry, taps = self.geometry, self._taps
         by_line = self._outputs, len(taps.shifts), geometry.group_channels, *geometry.kernel[:2], geometry.stride[2]
         lines = total.reshape(len(total), *by_line)
-        if geometry.stride[2] == 1 and len(taps.shifts) == geometry.kernel[2]:
+        if geometry.stride[2] == 1:
             return [(..., np.moveaxis(lines[..., 0], 2, 5))]
         places = enumerate(zip(taps.numbers, taps.phases))
         return [((..., tap), lines[:, :, number, ..., phase]) for tap, (number, phase) in places]
