@@ -93,6 +93,21 @@ def test_by_hand(target, x, settings, expected):
     np.testing.assert_allclose(y, row(*expected), rtol=1e-15)
 
 
+@pytest.mark.parametrize("pool", ["avg_pool", "max_pool"])
+@pytest.mark.parametrize("layout", ["channels first", "channels last"])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_one_window_of_the_whole_image(target, pool, layout, padding):
+    """The mean and the largest of all elements; padding does not count, and NaN is in the result of its plane only."""
+    x = np.random.default_rng(0).integers(-50, 50, (3, 5, 12, 11)).astype(np.float32)
+    x[1, 2, 3, 4] = np.nan
+    given = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1) if layout == "channels last" else x
+    window = 12 + 2 * padding, 11 + 2 * padding
+    settings = {"count_include_pad": False} if pool == "avg_pool" else {}
+    y = getattr(cupyconv, pool)(target.to_device(given), window, padding=padding, **settings)
+    expected = (np.mean if pool == "avg_pool" else np.max)(x.astype(np.float64), (2, 3), keepdims=True)
+    np.testing.assert_array_equal(target.to_host(y), expected.astype(np.float32))
+
+
 def test_sums_of_sixteen_bit_numbers_are_kept_in_float32(target):
     """Means are right whose sums fail in float16: 2048 + 1 + 1 + ... stays 2048, 40,000 + 40,000 is infinite."""
     x = np.ones((1, 1, 4), np.float16)

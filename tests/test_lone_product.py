@@ -56,6 +56,9 @@ CASES = {
     "1x1 of few pixels": ((3, 8, 5, 5), (8, 8, 1, 1), {}, False),
     "1-D": ((2, 3, 40), (5, 3, 5), {"padding": "same"}, None),
     "3-D": ((1, 2, 5, 6, 4), (3, 2, 3, 3, 3), {"padding": 1}, True),
+    "a reflected border": ((2, 3, 8, 9), (4, 3, 3, 5), {"padding": (1, 2), "padding_mode": "reflect"}, True),
+    "a repeated edge": ((1, 3, 8, 9), (4, 3, 5, 3), {"padding": (2, 1), "padding_mode": "edge"}, True),
+    "a border longer than the image": ((1, 3, 4), (4, 3, 3), {"padding": ((9, 5),), "padding_mode": "wrap"}, None),
 }
 
 
@@ -85,6 +88,23 @@ def test_calls_one_after_the_other(case, dtype, layout, runs):
     assert len(runs) == 12
     if is_run is not None and layout == "C order" and dtype is np.float32:
         assert set(runs) == {is_run}
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("how", [{}, {"padding": 1, "padding_mode": "symmetric"}, {"stride": 2}])
+def test_several_inputs_are_one_product(how, kernel, runs):
+    """Inputs are copied side by side, each in its own layout, again in every call."""
+    rng = np.random.default_rng(1)
+    weight = integers(rng, 6, 9, kernel, kernel)
+    for _ in range(3):
+        x = integers(rng, 2, 9, 7, 8)
+        xs = [x[:, :4].copy(), reordered(x[:, 4:5], "stepped"), reordered(x[:, 5:], "channels last")]
+        expected = reference.conv(x, weight, **how)
+        np.testing.assert_array_equal(cupyconv.conv(xs, weight, method="gemm", **how), expected)
+        out = integers(rng, *expected.shape)
+        cupyconv.conv(xs, weight, method="gemm", activation="relu", out=out, **how)
+        np.testing.assert_array_equal(out, np.maximum(expected, 0))
+    assert len(runs) == 6
 
 
 def test_calls_at_the_same_time(runs):

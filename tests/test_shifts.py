@@ -171,7 +171,7 @@ def test_a_row_is_not_cut(monkeypatch):
 #: Channels, outputs, size, kernel, stride, groups, dtype.
 SHIFTED = {
     "groups of 16 channels": (512, 512, (7, 7), (3, 3), 1, 32, "float32"),
-    "stride": (64, 64, (30, 30), (3, 3), 2, 1, "float32"),
+    "stride": (64, 64, (40, 40), (3, 3), 2, 1, "float32"),
     "one row": (96, 64, (42, 10), (1, 5), 1, 1, "float32"),
 }
 
