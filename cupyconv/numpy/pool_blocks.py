@@ -131,13 +131,16 @@ class PoolingStep(NumpyStep):
                 return product(*kept)
             return (tuple(self.part(axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
 
+        strides = problem.inputs[0].strides
+        axes = sorted(range(5), key=lambda axis: -abs(strides[axis]))  # in memory, outermost first
+        places = [axes.index(axis) for axis in range(5)]
+
         def run(arrays: Mapping[str, Any]) -> None:
             images = [five_axes(arrays[name]) for name in names]
             scratch = Scratch(dtype, self.blocks)
-            axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
 
             def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-                return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(np.argsort(axes))
+                return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(places)
 
             def finish(block: tuple[tuple[slice, ...], Sequence[Any]]) -> None:
                 plane, part = block

@@ -1,13 +1,14 @@
 """What the outputs of a block read: windows as slices, the tile that contains the windows, and columns.
 
 A large image is never copied whole for its padding.  Along an axis, the outputs whose tap falls inside the image read
-one slice.  The few outputs at the borders read zeros, or read through an index array that follows the padding mode.
+one slice.  The few outputs at the borders read zeros, or what the padding mode repeats: a slice in either direction, or
+one element.  Only a border that is longer than the image is read through an index array.
 
 ::
 
-    outputs of a block     | border |        inside         | border |
-    input elements         | zeros  |  slice(first, last,   | index  |
-                           | or idx |        stride)        |  array |
+    outputs of a block     | border  |        inside         | border  |
+    input elements         | zeros,  |  slice(first, last,   | zeros,  |
+                           | a slice |        stride)        | a slice |
 
 If a kernel has several taps, the part of the padded image that a block reads is copied once, to a tile.  Windows are
 views of the tile, or of the image if it is C-contiguous and the block reads no border.
@@ -163,7 +164,7 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
     """Return the regions that a block's output pixels read, for every tap in C order.
 
     Regions are cached between calls, because computing them dominates the time of a small convolution.  Large kernels
-    and wide borders have regions of megabytes.  These are not cached: they exist for one tap at a time.
+    and borders longer than the image have regions of megabytes, which are not cached: they exist for one tap at a time.
     """
     if windows.taps > _CACHED_TAPS:
         return _EachTap(windows, block)
