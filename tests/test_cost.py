@@ -159,7 +159,7 @@ WIDE = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float
 COMPLEX = replace(PROBLEM, x_dtype="complex64", weight_dtype="complex64", out=replace(PROBLEM.out, dtype="complex64"))
 #: Functions that estimate the time of a number of elements, and their other arguments.
 OF_ELEMENTS = {
-    "dot": (100.0, PROBLEM), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
+    "dot": (100.0, PROBLEM), "copied": (16.0, "float32"), "added_with_border": ("float32",), "transposed": (),
     "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": ((56, 56, 8), (1, 3, 3)),
     "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
     "scaled_apart": (PROBLEM,),

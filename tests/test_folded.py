@@ -76,6 +76,15 @@ def test_an_infinite_weight_gives_what_the_definition_gives():
     np.testing.assert_array_equal(cupyconv.conv_grad_input(grad, weight, (1, 8, 64, 64), **window), expected)
 
 
+@pytest.mark.parametrize("limit", [209_715, 300_000, 450_000])
+def test_what_the_image_and_its_borders_keep_is_within_the_limit(limit):
+    """The image's part once kept its memory beside a border's, which together passed the limit."""
+    grad, weight = integers(1, 8, 16, 30), integers(8, 16, 3, 3)
+    with cupyconv.options(workspace_limit=limit, threads=1):
+        plan = plan_of((1, 16, 16, 30), weight, grad, padding=1, padding_mode="edge")
+    assert is_folded(plan) and plan.workspace_bytes <= limit and not plan.notes
+
+
 @pytest.mark.parametrize("limit", [None, 60_000])
 def test_borders_keep_within_the_limit_that_explain_says(limit):
     shape = (1, 8, 32, 32)

@@ -58,7 +58,6 @@ CASES = {
     "3-D": ((1, 2, 5, 6, 4), (3, 2, 3, 3, 3), {"padding": 1}, True),
     "a reflected border": ((2, 3, 8, 9), (4, 3, 3, 5), {"padding": (1, 2), "padding_mode": "reflect"}, True),
     "a repeated edge": ((1, 3, 8, 9), (4, 3, 5, 3), {"padding": (2, 1), "padding_mode": "edge"}, True),
-    "a border longer than the image": ((1, 3, 4), (4, 3, 3), {"padding": ((9, 5),), "padding_mode": "wrap"}, None),
 }
 
 
@@ -88,6 +87,14 @@ def test_calls_one_after_the_other(case, dtype, layout, runs):
     assert len(runs) == 12
     if is_run is not None and layout == "C order" and dtype is np.float32:
         assert set(runs) == {is_run}
+
+
+@pytest.mark.parametrize("how", [{}, {"stride": 2}, {"padding": 1, "stride": 3, "padding_mode": "edge"}])
+def test_one_pixel_of_zero_times_nan(how, runs):
+    weight, x = np.full((2, 1, 1), np.nan, np.float32), np.zeros((1, 1, 1), np.float32)
+    assert np.isnan(cupyconv.conv(x, weight, **how)).all()
+    assert np.isnan(cupyconv.conv([x, x[:, :0]], weight, **how)).all()
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

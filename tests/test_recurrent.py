@@ -306,6 +306,16 @@ def test_a_step_into_given_arrays(target, cell):
 
 
 @pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_weight_of_zero_times_nan(cell, samples):
+    """BLAS skips products with zero if a factor has one element."""
+    gates = {"rnn": 1, "lstm": 4, "gru": 3}[cell]
+    x, states = np.full((samples, 1), np.nan), [np.zeros((samples, 1))] * (2 if cell == "lstm" else 1)
+    result = STEPS[cell](x, *states, np.zeros((gates, 1)), np.zeros((gates, 1)))
+    assert np.isnan(result).all()
+
+
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("samples", "hidden", "small"), [(1, 40, True), (4, 40, True), (4, 300, False)])
 def test_steps_of_a_few_samples(cell, samples, hidden, small):
     """A step of a few samples is computed on the caller's arrays, also in turn with calls of another thread."""

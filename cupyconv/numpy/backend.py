@@ -140,7 +140,7 @@ class _Buffers(dict[Any, Any]):
 
 
 class Scratch:
-    """Uninitialised arrays by name, separate for each thread; an array overwrites the previous one of its name.
+    """Uninitialised arrays of one run by name, separate for each thread; one overwrites the previous one of its name.
 
     If there is a single round, nothing is cached: its arrays are newly allocated.
     """

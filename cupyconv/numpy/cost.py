@@ -107,9 +107,9 @@ COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
 FARTHER = 2.0
 #: Seconds to copy an element in a run of hundreds, and to write a zero over an element that does not belong there.
 SHIFTED, LEFT_OUT = 150e-12, 1e-9
-#: Seconds to read an element and add it to another one in cache; to add it to one that an index array names; and of one
-#: that pooling reads or writes.
-ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12
+#: Seconds to read an element and add it to another one in cache; to add it to an image with a border; and of one that
+#: pooling reads or writes.
+ADD, ADD_WITH_BORDER, POOLED = 350e-12, 4e-9, 650e-12
 #: Seconds to add an element of a block's product to a weight gradient, which leaves the cache between blocks; and to
 #: start a run of such elements.
 SUMMED, SUMMED_RUN = 1.2e-9, 16e-9
@@ -329,9 +329,9 @@ def left_out(elements: float) -> float:
     return elements * LEFT_OUT
 
 
-def added_by_index(elements: float, dtype: str) -> float:
-    """Estimated time to add elements at the places that a padding mode's index arrays name."""
-    return elements * ADD_BY_INDEX * width(dtype)
+def added_with_border(elements: float, dtype: str) -> float:
+    """Estimated time to add elements to an image with a border that is not zeros, box by box of each tap."""
+    return elements * ADD_WITH_BORDER * width(dtype)
 
 
 def transposed(elements: float) -> float:

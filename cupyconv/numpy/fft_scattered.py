@@ -30,7 +30,7 @@ from cupyconv.numpy.fft import multiply
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun
 from cupyconv.numpy.spectra import BLOCK, MAX_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import has_gathered, parts_of, tap_regions, tile_regions, tile_size
+from cupyconv.numpy.windows import parts_of, tap_regions, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
@@ -145,7 +145,7 @@ class ScatteredFft(ScatteredLoop):
         """Bytes of a run's tile and contribution, their spectra, x, and temporaries for borders and activations."""
         geometry, tile, channels = self.geometry, self.tile, self.channels
         outputs, spectrum = self._groups * geometry.group_outputs, prod(tile.frequencies) * self.spectrum_dtype.itemsize
-        values = tile.elements * self.sums_dtype.itemsize * (1 + has_gathered(geometry))
+        values = tile.elements * self.sums_dtype.itemsize * (1 + (geometry.padding_mode != "constant"))
         nbytes = outputs * (2 * tile.elements * self.x_dtype.itemsize + spectrum) + channels * (values + spectrum)
         nbytes += self._groups * spectrum * (geometry.group_outputs > 1)
         nbytes *= self.helpers

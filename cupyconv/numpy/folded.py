@@ -21,7 +21,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
-from cupyconv.numpy.gathered import GatheredLoop, plan_gathered, workspace_with_kept
+from cupyconv.numpy.gathered import GatheredLoop, plan_gathered, without_cache, workspace_with_kept
 from cupyconv.numpy.windows import five_axes, padded_index
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
@@ -60,11 +60,6 @@ class Border(NumpyStep):
     @property
     def seconds(self) -> float:
         return seconds_of(self.loops) + cost.BORDER_CALLS * cost.CALL
-
-    def without_cache(self) -> Border:
-        """Return the same step, which keeps no memory between calls."""
-        loops = (replace(loop, keeps=False) if isinstance(loop, GatheredLoop) else loop for loop in self.loops)
-        return replace(self, loops=tuple(loops))
 
     def __str__(self) -> str:
         extents = " x ".join(str(len(along)) for along in self.box)
@@ -151,11 +146,14 @@ def plan_folded(problem: TransposedProblem) -> Plan:
         beside = max(beside, 2 * nbytes)
         parts.append((plan.workspace_bytes + 2 * nbytes, _kept(plan.steps)))
         borders.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
-    workspace = workspace_with_kept(parts, problem.limit)
-    if not workspace:
-        borders = [border.without_cache() for border in borders]
-        workspace = max(own for own, _ in parts) + parts[0][1]
-    steps = [*image.steps, *borders]
+    workspace, of_image = workspace_with_kept(parts, problem.limit), image.steps
+    if workspace is None:
+        borders = [replace(border, loops=without_cache(border.loops)) for border in borders]
+        (alone, kept), *others = parts
+        workspace = max(alone, *(own + kept for own, _ in others))
+        if workspace > problem.limit:
+            of_image, workspace = without_cache(image.steps), max(own for own, _ in parts)
+    steps = [*of_image, *borders]
     return replace(
         image,
         problem=problem.title,

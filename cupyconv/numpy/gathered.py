@@ -10,7 +10,7 @@ If the stride is larger than the kernel, no tap reaches some elements: zeros are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -197,15 +197,20 @@ def check_gathers(problem: TransposedProblem) -> None:
         raise NotApplicable("not supported for several results of a grouped convolution")
 
 
-def workspace_with_kept(parts: Sequence[tuple[int, int]], limit: int) -> int:
+def workspace_with_kept(parts: Sequence[tuple[int, int]], limit: int) -> int | None:
     """Return the workspace of parts that run in turn and keep memory between calls, given both numbers of each.
 
-    It is 0 if they should not: if it exceeds the limit, or if all parts together would keep more than one convolution
-    may.  Then each call would be planned again.
+    It is None if they should not: if it exceeds the limit, or if all parts together would keep more than one
+    convolution may.  Then each call would be planned again.
     """
     kept = sum(own for _, own in parts)
     most = max(workspace + kept - own for workspace, own in parts)
-    return most if kept <= CACHED_MEMORY and (most <= limit or not kept) else 0
+    return most if kept <= CACHED_MEMORY and (most <= limit or not kept) else None
+
+
+def without_cache(steps: Iterable[Any]) -> tuple[NumpyStep, ...]:
+    """Return the same steps, which keep no memory between calls."""
+    return tuple(replace(step, keeps=False) if isinstance(step, GatheredLoop) else step for step in steps)
 
 
 def plan_gathered(problem: TransposedProblem) -> Plan:
@@ -242,7 +247,8 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     largest = max(plans, key=lambda plan: plan.flops)
     parts = [(plan.workspace_bytes, sum(getattr(loop, "cached_memory", 0) for loop in plan.steps)) for plan in plans]
     blocks = max(plan.workspace_bytes for plan in plans)
-    if with_kept := workspace_with_kept(parts, problem.limit_with(weight) - weight):
+    with_kept = workspace_with_kept(parts, problem.limit_with(weight) - weight)
+    if with_kept is not None:
         steps = [replace(step, keeps=True) if isinstance(step, GatheredLoop) else step for step in steps]
         blocks = with_kept
     of = " (largest convolution)" * (len(plans) > 1)

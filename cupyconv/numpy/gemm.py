@@ -118,7 +118,7 @@ class Product(ConvLoop):
 
     @property
     def cached_memory(self) -> int:
-        return 0 if self.lone is None else self.lone.nbytes
+        return 0 if self.lone is None else self.lone.kept_bytes
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
         if self.blocks != 1 or not has_few_columns(self.problem):

@@ -5,8 +5,8 @@ Python code between NumPy's loops takes most of the time of such a call.  So vie
 ::
 
     x    --copied-->  inside of a tile,   --copied-->  columns  --BLAS-->  sums  --epilogue-->  y
-                      whose zeros         as windows                       or y itself
-                      stay; or x
+                      which keeps its     as windows                       or y itself
+                      zeros; or x
 
 At stride 1, the columns of a tap may be one run of the tile, with the elements between the rows of its pixels.  A long
 run is copied in a third of the time of short ones.  The sums between rows are never read:
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,11 +33,15 @@ from numpy import add, multiply
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.windows import Elements, five_axes, read
+from cupyconv.numpy.backend import cached_scratch
+from cupyconv.numpy.windows import Elements, five_axes, has_gathered, read
 from cupyconv.problem.arrays import accumulator, c_strides
 
 if TYPE_CHECKING:
     from cupyconv.numpy.gemm import Product
+
+#: Bytes from which the system may map new memory for each call.
+ALLOCATED = 64 << 10
 
 
 def is_lone(loop: Product) -> bool:
@@ -50,6 +54,7 @@ def is_lone(loop: Product) -> bool:
         and loop.threads == loop.rows_on == 1
         and not loop.holds_blas
         and not problem.prologue
+        and not has_gathered(geometry)
         and {array.dtype for array in arrays if array} == {accumulator(problem.dtype)}
         and problem.weight.strides == c_strides(problem.weight.shape)
     )
@@ -78,7 +83,7 @@ class LoneProduct:
         in_image = tile.in_image if len(problem.xs) == 1 and x.strides == c_strides(x.shape) else None
         self._begin, strides = in_image or (0, tile.windows_strides)
         self._reads_image = in_image is not None
-        #: Whether the tile is the columns, because there is one tap.
+        #: Whether the tile is the columns: there is one tap, and no pixel is skipped.
         self._is_tile = in_image is None and tile.windows_shape == (*tile.shape[:1], 1, 1, 1, *tile.shape[1:])
         #: Length of a row of columns, and the steps in it to the next sample and pixels.
         self._length, self._steps = prod(pixels), c_strides(pixels)
@@ -119,9 +124,15 @@ class LoneProduct:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tile, columns and sums."""
-        tile, columns = prod(self._tile.shape), (not self._is_tile) * prod(self._columns_shape)
-        elements = 0 if self._is_view else tile + columns
-        return (elements + (not self._in_place) * prod(self._sums_shape)) * self._dtype.itemsize
+        has_columns = not (self._is_view or self._is_tile)
+        return self.kept_bytes + has_columns * prod(self._columns_shape) * self._dtype.itemsize
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes of the tile and the sums, which are kept between calls."""
+        has_tile, has_sums = not (self._is_view or self._reads_image), not self._in_place
+        elements = has_tile * prod(self._tile.shape) + has_sums * prod(self._sums_shape)
+        return elements * self._dtype.itemsize
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
@@ -139,7 +150,7 @@ class LoneProduct:
         if sums is None:
             sums = out.reshape(self._sums_shape)
         weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays)
-        if weight.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
+        if weight.size == 1 or columns.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
             multiply(weight, columns, sums)
         else:  # the array's method takes half the time of `np.matmul`
             weight.dot(columns, sums)
@@ -167,19 +178,25 @@ class LoneProduct:
         return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *steps)))
 
     def _columns(self) -> Callable[[Mapping[str, Any]], np.ndarray]:
-        """Return a function that makes columns of the inputs.  It allocates only columns: recently used memory is faster."""
+        """Return a function that makes columns of the inputs.
+
+        Of its memory, it shares columns with other calls, because recently used memory is faster.
+        """
         shape, dtype = self._columns_shape, self._dtype
         (name, _), *_ = self._inputs
         if self._is_view:
             return lambda arrays: arrays[name].reshape(shape)
         (windows_shape, strides), begin = self._windows, self._begin
+        new: Callable[[], np.ndarray] = partial(np.empty, windows_shape, dtype)
+        if prod(windows_shape) * dtype.itemsize > ALLOCATED:
+            new = partial(cached_scratch(dtype).array, "columns", windows_shape)
         if self._reads_image:
 
             def of_image(arrays: Mapping[str, Any]) -> np.ndarray:
                 x = arrays[name]
                 if x.dtype != dtype or not x.flags.c_contiguous:  # other byte order, or strided elements
                     x = np.ascontiguousarray(x, dtype)
-                columns = np.empty(windows_shape, dtype)
+                columns = new()
                 columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
                 return columns.reshape(shape)
 
@@ -204,7 +221,7 @@ class LoneProduct:
                     inside[...] = read(image, elements)
             if self._is_tile:
                 return tile.reshape(shape)
-            columns = np.empty(windows_shape, dtype)
+            columns = new()
             columns[...] = windows
             return columns.reshape(shape)
 

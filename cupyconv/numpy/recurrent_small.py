@@ -6,7 +6,7 @@ The samples are the outermost axis, as in the caller's arrays::
     x (N, I)  --dot-->  projected (N, G * H)
     h (N, H)  --dot-->  gates (N, G * H)      + projected + biases   --activations-->   the next h, c (N, H)
 
-Other settings than the usual ones use the same cell as a sequence, for one sample.
+With rare settings, a step of one sample uses the same cell as a sequence, and a step of several samples is a sequence.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
 #: Multiply-adds of a product up to which a step of several samples is small: of a larger one, BLAS takes longer with
 #: few rows than with few columns.
 SMALL_STEP = 150_000
+#: Samples per hidden unit up to which a step is small: a gate is a view of short rows, one per sample.
+SAMPLES_OF_A_UNIT = 4
 _NOTHING_KEPT: dict[str, np.ndarray] = {}
 _NO_STATE = np.empty(0)
 
@@ -41,7 +43,8 @@ def is_small(problem: RecurrentProblem) -> bool:
     if geometry.batch == 1:
         return True
     products = geometry.batch * geometry.gates * geometry.hidden * max(geometry.inputs, geometry.hidden)
-    return products <= SMALL_STEP and _is_usual(problem)
+    is_few = geometry.batch <= SAMPLES_OF_A_UNIT * geometry.hidden
+    return is_few and products <= SMALL_STEP and _is_usual(problem)
 
 
 def small_step(problem: RecurrentProblem, dtype: str) -> Callable[[Mapping[str, Any]], None]:
@@ -54,10 +57,20 @@ def _is_usual(problem: RecurrentProblem) -> bool:
     """Whether a class of this file computes the cell: it has the usual activations, and no rare settings."""
     geometry = problem.geometry
     names = tuple(activation.name for activation in geometry.activations[0])
-    rare = problem.peephole is not None or geometry.clip is not None or geometry.input_forget
-    return (
-        not rare and geometry.linear_before_reset and (geometry.cell == "rnn" or names == _ACTIVATIONS[geometry.cell])
-    )
+    is_rare = {
+        "rnn": False,
+        "lstm": names != ("sigmoid", "tanh", "tanh") or problem.peephole is not None or geometry.input_forget,
+        "gru": names != ("sigmoid", "tanh") or not geometry.linear_before_reset,
+    }
+    return geometry.clip is None and not is_rare[geometry.cell]
+
+
+def _times(factor: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
+    """Write ``factor @ weight.T`` to `out`; `dot` takes half the time of `np.matmul`."""
+    if factor.size == 1 or weight.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
+        multiply(factor, weight.T, out)
+    else:
+        factor.dot(weight.T, out)
 
 
 class _UsualStep:
@@ -69,7 +82,7 @@ class _UsualStep:
     def __init__(self, problem: RecurrentProblem, dtype: np.dtype) -> None:
         geometry, names = problem.geometry, {role: operand.name for role, operand in problem.operands.items()}
         self._of = itemgetter(*(names[role] for role in self.roles))
-        self._bias_ih, self._bias_hh = ([names[role]] if role in names else [] for role in ("bias_ih", "bias_hh"))
+        self._biases = [names[role] for role in ("bias_ih", "bias_hh") if role in names]
         self._shape, self._dtype = (geometry.batch, geometry.gates * geometry.hidden), dtype
         #: Memory that no call is using.
         self._idle: deque[tuple[Any, ...]] = deque(maxlen=1)
@@ -99,10 +112,10 @@ class _RnnStep(_UsualStep):
     def _compute(self, arrays: Mapping[str, Any], *memory: Any) -> None:
         projected, gate = memory
         x, weight_ih, h, weight_hh, out = self._of(arrays)
-        x.dot(weight_ih.T, projected)
-        h.dot(weight_hh.T, gate)
+        _times(x, weight_ih, projected)
+        _times(h, weight_hh, gate)
         add(gate, projected, gate)
-        for name in self._bias_ih + self._bias_hh:
+        for name in self._biases:
             add(gate, arrays[name], gate)
         activate(gate, self._activation)
         out[...] = gate
@@ -113,8 +126,7 @@ class _LstmStep(_UsualStep):
 
     def __init__(self, problem: RecurrentProblem, dtype: np.dtype) -> None:
         super().__init__(problem, dtype)
-        slope = np.repeat(np.array(slopes(problem.geometry, 0), dtype), problem.geometry.hidden)
-        self._slope = np.tile(slope, (problem.geometry.batch, 1))
+        self._slope = np.repeat(np.array(slopes(problem.geometry, 0), dtype), problem.geometry.hidden)
         self._offset = 1 - self._slope
 
     def _memory(self) -> tuple[Any, ...]:
@@ -125,10 +137,10 @@ class _LstmStep(_UsualStep):
         projected, gates, i, f, g, o = memory
         x, weight_ih, h, weight_hh, next_h, c, next_c = self._of(arrays)
         slope, offset = self._slope, self._offset
-        x.dot(weight_ih.T, projected)
-        h.dot(weight_hh.T, gates)
+        _times(x, weight_ih, projected)
+        _times(h, weight_hh, gates)
         add(gates, projected, gates)
-        for name in self._bias_ih + self._bias_hh:
+        for name in self._biases:
             add(gates, arrays[name], gates)
         multiply(gates, slope, gates)
         tanh(gates, gates)
@@ -145,6 +157,8 @@ class _GruStep(_UsualStep):
     def __init__(self, problem: RecurrentProblem, dtype: np.dtype) -> None:
         super().__init__(problem, dtype)
         self._half, self._one = np.array(0.5, dtype), np.array(1, dtype)
+        names = {role: operand.name for role, operand in problem.operands.items()}
+        self._bias_ih, self._bias_hh = names.get("bias_ih"), names.get("bias_hh")
 
     def _memory(self) -> tuple[Any, ...]:
         projected, gates = super()._memory()
@@ -156,12 +170,12 @@ class _GruStep(_UsualStep):
         projected, gates, projected_rz, projected_n, rz, n, r, z = memory
         x, weight_ih, h, weight_hh, out = self._of(arrays)
         half = self._half
-        x.dot(weight_ih.T, projected)
-        h.dot(weight_hh.T, gates)
-        for name in self._bias_ih:
-            add(projected, arrays[name], projected)
-        for name in self._bias_hh:
-            add(gates, arrays[name], gates)
+        _times(x, weight_ih, projected)
+        _times(h, weight_hh, gates)
+        if self._bias_ih is not None:
+            add(projected, arrays[self._bias_ih], projected)
+        if self._bias_hh is not None:
+            add(gates, arrays[self._bias_hh], gates)
         add(rz, projected_rz, rz)
         multiply(rz, half, rz)
         tanh(rz, rz)
@@ -177,7 +191,6 @@ class _GruStep(_UsualStep):
 
 
 _USUAL: dict[str, type[_UsualStep]] = {"rnn": _RnnStep, "lstm": _LstmStep, "gru": _GruStep}
-_ACTIVATIONS = {"lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 
 
 class _CellStep:
@@ -205,7 +218,7 @@ class _CellStep:
         names = self._names
         own = {role: arrays[name] for role, name in self._weights}
         weights = Weights(self._geometry, **own)
-        arrays[names["x"]].dot(weights.weight_ih.T, projected)
+        _times(arrays[names["x"]], weights.weight_ih, projected)
         if weights.input_bias is not None:
             np.add(projected, weights.input_bias, projected)
         if self._has_cell_state:

@@ -41,7 +41,6 @@ from cupyconv.numpy.windows import (
     add,
     added_together,
     five_axes,
-    has_gathered,
     parts_of,
     read,
     read_through_index,
@@ -144,7 +143,7 @@ class ScatteredLoop(BlockLoop):
         if geometry.padding_mode == "constant":
             work = cost.added_to_windows(elements, problem.dtype, self.block[3], geometry.stride[2] > 1)
         else:
-            work = cost.added_by_index(elements, problem.dtype)
+            work = cost.added_with_border(elements, problem.dtype)
         passes = 1 + (not self.in_place) + bool(problem.activation)
         work += cost.added(passes * geometry.batch * geometry.in_channels * prod(geometry.size), problem.dtype)
         if not x_is_factor(problem) or self.block[0] > 1:
@@ -181,7 +180,7 @@ class ScatteredLoop(BlockLoop):
         if not (x_is_factor(problem) and samples == 1):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
-        if has_gathered(geometry):
+        if geometry.padding_mode != "constant":
             # Values are added tap by tap, or pixel by pixel.
             implementations = (run, geometry.stride), (geometry.kernel, geometry.dilation)
             nbytes += (

@@ -86,7 +86,10 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
 
 
 def is_gathered(windows: Windows, axis: int) -> bool:
-    """Whether the borders along an axis are read through index arrays: if they are longer than the image."""
+    """Whether the borders along an axis are read through index arrays: if they are no run of the image.
+
+    Most are longer than the image; for "reflect", also one that is as long.
+    """
     mode, pad = windows.padding_mode, max(0, windows.before[axis], windows.after[axis])
     return mode not in ("constant", "edge") and pad > _longest_run(windows.size[axis], mode)
 
@@ -104,7 +107,8 @@ def _longest_run(size: int, mode: str) -> int:
 def _border(padded: range, size: int, mode: str) -> Elements:
     """Return the elements that positions before the image, or after it, refer to.
 
-    Within the image's size, they are a run of the image in either direction; "edge" repeats one element.
+    Within the image's size, they are a run of the image in either direction; "edge" repeats one element.  Longer
+    borders are index arrays.
     """
     first, last = padded_index(np.array((padded[0], padded[-1])), size, mode).tolist()
     longest = _longest_run(size, mode)
@@ -181,8 +185,6 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> Iterable[tuple[Re
 
 def read_through_index(windows: Windows, extents: Iterable[int]) -> list[int]:
     """Return how many outputs along each axis, at most, have a tap on the border and read through index arrays."""
-    if not has_gathered(windows):
-        return [0, 0, 0]
     pads = (max(0, before) + max(0, after) for before, after in zip(windows.before, windows.after))
     return [min(extent, pad) * is_gathered(windows, axis) for axis, (extent, pad) in enumerate(zip(extents, pads))]
 
@@ -381,7 +383,8 @@ def _together(values: np.ndarray, axis: int, elements: np.ndarray) -> np.ndarray
 def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int]) -> int:
     """Upper bound of the elements that `add` allocates for border values, `extents` per axis and `steps` apart.
 
-    They span the elements that a border refers to.  At a corner, the array of the previous axis exists too.
+    They span the elements that a border refers to, one of "edge".  At a corner, the array of the previous axis exists
+    too.  A border that is a run of the image is added in place.
     """
     sizes, pads = windows.size, [max(0, *ends) for ends in zip(windows.before, windows.after)]
     values = [min(extent, max(size, pad)) for extent, size, pad in zip(extents, sizes, pads)]
@@ -389,10 +392,12 @@ def added_together(windows: Windows, extents: Sequence[int], steps: Sequence[int
     spans = [
         min(pad, (n - 1) * step + 1) if pad <= size else size for n, step, size, pad in zip(values, steps, sizes, pads)
     ]
+    if windows.padding_mode == "edge":
+        spans = [min(1, pad) for pad in pads]
     has_corners = sum(map(bool, pads)) > 1
     largest = 0
     for axis, span in enumerate(spans):
-        if not is_gathered(windows, axis):
+        if not (is_gathered(windows, axis) or (windows.padding_mode == "edge" and pads[axis] > 1)):
             continue
         others = list(map(max, values, spans))
         del others[axis]
@@ -560,7 +565,9 @@ class Tile:
         """Return the offset and strides of the windows in a C-contiguous image; None if they read a border."""
         n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
         begin = block[0].start * n
-        for element, step, extent in zip(elements or (np.empty(0),), spatial, self.shape[2:]):
+        if elements is None:
+            return None
+        for element, step, extent in zip(elements, spatial, self.shape[2:]):
             if not isinstance(element, slice) or element.step < 0 or element.stop - element.start < extent:
                 return None
             begin += element.start * step
@@ -644,8 +651,9 @@ class Images:
         An unaligned input is copied, because a product would copy each of its overlapping windows.
         """
         tile = block.tile(self.channels)
-        is_one = self.is_plain and len(tile.regions) == 1 and not tile.starts_as_zeros
-        if is_one and (elements := tile.regions[0][1]) is not None and tile.in_image is not None:
+        if self.is_plain and tile.in_image is not None:
+            elements = tile.not_zeros[0][1]
+            assert elements is not None
             image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
             if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize and image.flags.aligned:
                 return image
