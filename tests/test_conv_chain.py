@@ -15,7 +15,7 @@ import pytest
 import reference
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from peak_memory import OF_EINSUM, peak_bytes
+from peak_memory import OF_EINSUM, OF_OBJECTS, peak_bytes
 from strategies import (
     ACTIVATIONS,
     DTYPES,
@@ -392,7 +392,7 @@ def test_numpy_takes_what_explain_says(of, fuse, threads, limit, small_buffers):
         cupyconv.conv_chain(x, layers, fuse=fuse, out=out)
         cached_scratch(np.dtype("float32"))._give_back()
         peak = peak_bytes(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
-    python_objects = 50_000
+    python_objects = int(50_000 * OF_OBJECTS)
     assert peak <= plan.workspace_bytes + python_objects + OF_EINSUM * (of == "wide between")
     assert threads > 1 or peak + python_objects >= plan.workspace_bytes / 2
     assert limit or plan.workspace_bytes <= 16 << 20
