@@ -313,6 +313,11 @@ def test_a_weight_of_zero_times_nan(cell, samples):
     x, states = np.full((samples, 1), np.nan), [np.zeros((samples, 1))] * (2 if cell == "lstm" else 1)
     result = STEPS[cell](x, *states, np.zeros((gates, 1)), np.zeros((gates, 1)))
     assert np.isnan(result).all()
+    for steps in (1, 2, 40):
+        xs, h0 = np.zeros((steps, samples, 1)), np.full((1, samples, 1), np.nan)
+        for inputs, state in ((xs * np.nan, None), (xs, h0)):
+            y = FUNCTIONS[cell](inputs, np.zeros((gates, 1)), np.zeros((gates, 1)), h0=state)[0]
+            assert np.isnan(y).all()
 
 
 @pytest.mark.parametrize("cell", CELLS)

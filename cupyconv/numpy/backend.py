@@ -128,6 +128,15 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
     return memory[first : first + nbytes]
 
 
+def product_of(terms: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], object]:
+    """Return ``product(a, b, out)`` of matrices, each of whose sums has this number of terms.
+
+    The method `dot` takes half the time of `np.matmul`.  With a factor of one element, it would skip products with zero,
+    also of NaN and infinities.
+    """
+    return np.multiply if terms == 1 else np.ndarray.dot
+
+
 class _Buffers(dict[Any, Any]):
     """Buffers that one call at a time writes, by name, and views of them; a class, to allow weak references."""
 

@@ -29,11 +29,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy import add, multiply
+from numpy import add
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import cached_scratch
+from cupyconv.numpy.backend import cached_scratch, product_of
 from cupyconv.numpy.windows import Elements, five_axes, has_gathered, read
 from cupyconv.problem.arrays import accumulator, c_strides
 
@@ -98,6 +98,7 @@ class LoneProduct:
             if seconds < self.work:
                 self.work, self._length, self._steps = seconds, run, steps
                 self._windows = (*tile.windows_shape[:4], run), (*strides[:4], self._dtype.itemsize)
+        self._multiply = product_of(geometry.reduction)
         self._weight_shape = geometry.out_channels, geometry.reduction
         self._columns_shape = geometry.reduction, self._length
         self._sums_shape = geometry.out_channels, self._length
@@ -150,10 +151,7 @@ class LoneProduct:
         if sums is None:
             sums = out.reshape(self._sums_shape)
         weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays)
-        if weight.size == 1 or columns.size == 1:  # `dot` would skip products with zero, also of NaN and infinities
-            multiply(weight, columns, sums)
-        else:  # the array's method takes half the time of `np.matmul`
-            weight.dot(columns, sums)
+        self._multiply(weight, columns, sums)
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
         if pixels is not None:

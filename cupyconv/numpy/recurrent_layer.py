@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cupyconv.numpy.backend import product_of
 from cupyconv.numpy.recurrent_cells import Step, cell_of
 from cupyconv.numpy.recurrent_inputs import InputsAhead
 from cupyconv.numpy.recurrent_small import WEIGHTS
@@ -281,7 +282,7 @@ class _Sequence:
             copy[...] = x
             x = copy
         if self._is_lone:
-            np.dot(x, weights.weight_ih.T, chunk.written)
+            product_of(self._geometry.inputs)(x, weights.weight_ih.T, chunk.written)
         elif self._input_block:
             np.matmul(weights.weight_ih, x.swapaxes(1, 2)[:, None], chunk.written)
         else:

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from numpy import multiply
 
-from cupyconv.numpy.backend import aligned_bytes
+from cupyconv.numpy.backend import aligned_bytes, product_of
 from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
@@ -122,7 +122,7 @@ Product = Callable[[np.ndarray, np.ndarray], object]
 
 def multiplied_by(weight: np.ndarray) -> Product:
     """Return ``product(factor, out)`` of a weight; if it is in blocks, `out` is (blocks, rows per block, N)."""
-    return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # `dot` takes half the time of `np.matmul`
+    return partial(np.matmul if weight.ndim > 2 else product_of(weight.shape[1]), weight)
 
 
 def _no_copy() -> None:
