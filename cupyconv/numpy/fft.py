@@ -90,17 +90,19 @@ def best_cut(implementation: type[Fft], problem: ConvProblem, fixed: int, limit:
         return fixed + line.spectra_bytes + max(line.spectra_bytes, threads * line.workspace)
 
     for tiling in implementation.tilings(geometry):
-        smallest = needed(loop_of(tiling, len(sizes) - 1))
-        if smallest > limit:
-            least = min(least or smallest, smallest)
-            if smallest > 2 * limit:
-                break  # the tiles that follow are larger
-            continue
-        # The largest share that fits; smaller ones need less.
-        size = bisect_left(range(len(sizes) - 1), True, key=lambda size: needed(loop_of(tiling, size)) <= limit)
-        line = loop_of(tiling, size, one_by_one=False)
+        size, line = 0, loop_of(tiling, 0, one_by_one=False)
         if needed(line) > limit:
-            line = loop_of(tiling, size)
+            smallest = needed(loop_of(tiling, len(sizes) - 1))
+            if smallest > limit:
+                least = min(least or smallest, smallest)
+                if smallest > 2 * limit:
+                    break  # the tiles that follow are larger
+                continue
+            # The largest share that fits; smaller ones need less.
+            size = bisect_left(range(len(sizes) - 1), True, key=lambda size: needed(loop_of(tiling, size)) <= limit)
+            line = loop_of(tiling, size, one_by_one=False)
+            if needed(line) > limit:
+                line = loop_of(tiling, size)
         room = limit - fixed - line.spectra_bytes
         lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(geometry, line.block, lines))

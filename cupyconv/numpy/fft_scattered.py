@@ -54,6 +54,8 @@ def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFf
             if threads * line.workspace > room:
                 needed = limit - room + threads * line.workspace
                 least = min(least or needed, needed)
+                if needed > 2 * limit:
+                    break  # the tiles that follow are larger
                 continue
             _, depth, height, width = with_lines(
                 replace(geometry, batch=1), line.block, min(room // threads, BLOCK) // line.workspace
