@@ -255,7 +255,7 @@ def test_a_kernel_of_more_taps_than_there_are_pixels_is_added_pixel_by_pixel():
 
 #: The tables of methods of each operation.  An input gradient may also be gathered by a convolution's implementations.
 TABLES = {
-    "conv": (convolution.METHODS, convolution.MERGING, convolution.GROUPED, depthwise.DEPTHWISE),
+    "conv": (convolution.METHODS | convolution.SHIFTED, convolution.MERGING, convolution.GROUPED, depthwise.DEPTHWISE),
     "conv_grad_input": (transposed.METHODS,),
     "conv_transpose": (transposed.METHODS,),
     "conv_grad_weight": (weight_gradient.METHODS,),

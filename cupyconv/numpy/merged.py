@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_toeplitz import BlockToeplitz
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, copy_bytes, inputs_are_columns
 from cupyconv.numpy.gemm import Columns, has_few_columns
 from cupyconv.numpy.mec import MecRows, in_runs
@@ -114,4 +115,4 @@ class MergedColumns(Columns):
         return super().applies(problem) and (has_few_columns(problem) or not Merge.applies(problem))
 
 
-IMPLEMENTATIONS = (Merge, MecRows, MergedColumns)
+IMPLEMENTATIONS = (Merge, MecRows, BlockToeplitz, MergedColumns)

@@ -87,7 +87,7 @@ class ShiftedRows(GroupProducts):
 
     name = "shifted rows"
     description = "products of the image shifted by rows, summed over the taps of the width"
-    turn_calls = 14
+    turn_calls = 8
     has_tile = False
 
     @classmethod
@@ -140,7 +140,7 @@ class ShiftedRows(GroupProducts):
     @property
     def _calls(self) -> float:
         calls = QUICK * (lines_of(self.geometry) + len(self._of_other_rows) + 3) + calls_to_read(self.problem)
-        return 8.0 + calls * ceil(self.part / self.several)
+        return (8.0 if self._is_single else 14.0) + calls * ceil(self.part / self.several)
 
     # Lines
 

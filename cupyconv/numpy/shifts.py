@@ -24,6 +24,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch, whole_lines
+from cupyconv.numpy.block_toeplitz import BlockToeplitz
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, temporaries, weight_copy
 from cupyconv.numpy.gemm import IMPLEMENTATIONS as OTHER_PRODUCTS
 from cupyconv.numpy.mec import (
@@ -254,4 +255,4 @@ class Shifts(ConvLoop):
         return shifts, column_parts(columns[..., :pixels], self._part_of_product[1])
 
 
-IMPLEMENTATIONS = (Shifts, ShiftedRows, *OTHER_PRODUCTS)
+IMPLEMENTATIONS = (Shifts, ShiftedRows, BlockToeplitz, *OTHER_PRODUCTS)
