@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from math import ceil
 from unittest import mock
 
 import numpy as np
@@ -531,6 +532,17 @@ def test_strips_of_which_elements_fill_vectors(shape, kernel, settings, dtype, w
         np.testing.assert_array_equal(result, expected)
     (step,) = plan.steps
     assert strips.strip_of(step.geometry, "float32").is_turned
+
+
+@pytest.mark.parametrize("width", [*range(200), 10_007, 65_536])
+def test_a_width_of_a_strip_is_tried_with_the_fewest_strips(width):
+    """All numbers of strips were tried once: seconds for a long row."""
+    fewest: dict[int, int] = {}
+    for count in range(max(1, ceil(width / strips.WIDEST)), max(1, width // strips.NARROWEST) + 1):
+        fewest.setdefault(max(1, ceil(width / count)), count)
+    counts = strips.strip_counts(width)
+    assert {max(1, ceil(width / count)) for count in counts} == set(fewest)
+    assert set(fewest.values()) <= set(counts) and len(counts) <= strips.WIDEST
 
 
 def test_strips_of_rows_without_pixels(fresh, monkeypatch):

@@ -127,6 +127,18 @@ def test_a_kernel_as_large_as_the_image(case: Callable[[], tuple[np.ndarray, np.
     assert_exact(actual, expected, "float32")
 
 
+@pytest.mark.parametrize("mode", ["wrap", "reflect", "symmetric", "edge"])
+def test_a_border_much_longer_than_the_image(mode):
+    """With one iteration of a loop per element of the border, its gradient took seconds."""
+    x, weight = np.zeros((1, 1, 100), np.float32), np.ones((1, 1, 1), np.float32)
+    grad = np.ones((1, 1, 100 + 10**6), np.float32)
+    start = time.process_time()
+    actual = cupyconv.conv_grad_input(grad, weight, x.shape, padding=((10**6, 0),), padding_mode=mode)
+    assert time.process_time() - start < 1.5
+    times = np.pad(np.arange(100), (10**6, 0), mode)
+    np.testing.assert_array_equal(actual[0, 0], np.bincount(times, minlength=100))
+
+
 @pytest.mark.parametrize("limit", [None, 40_000, 12_000])
 @pytest.mark.parametrize("mode", ["constant", "reflect", "wrap"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])

@@ -313,7 +313,9 @@ def test_a_plan_says_where_it_passes_the_limit():
     plan = planned(20_000)
     needed = sum(buffer.nbytes for buffer in plan.workspace)
     assert needed > weight.nbytes
-    assert plan.notes == (f"{needed:,} bytes of workspace exceed the limit of 20,000: the call cannot run with less",)
+    assert plan.notes == (
+        f"{needed:,} bytes of workspace exceed the limit of 20,000: this method cannot run with less",
+    )
     assert not planned(1 << 24).notes
     half = planned(20_000, on="sm_90", second=weight.astype(np.float32))  # converted to the dtype of `x`
     needed = half.workspace_bytes

@@ -100,6 +100,18 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (huge(35, 128, 1774, 37), huge(128, 12, 16, 8)),
         {"groups": 64, "stride": (2, 8)},
     ),
+    "transposed, a long row of taps": (cupyconv.conv_transpose, (huge(1, 4, 10, 10**6 + 5), huge(4, 64, 7, 10**6)), {}),
+    "groups, a long row of taps": (
+        cupyconv.conv,
+        (huge(1, 1000, 18, 10**6 + 3), huge(1000, 1, 2, 10**6)),
+        {"groups": 1000, "stride": (3, 1000)},
+    ),
+    "weight gradient, a long row": (cupyconv.conv_grad_weight, (huge(1, 1, 10**9 - 2), huge(1, 1, 10**9), 3), {}),
+    "weight gradient, many taps": (
+        cupyconv.conv_grad_weight,
+        (huge(10**6, 1000, 6), huge(10**6, 4, 2 * 10**6 + 2), 10**6),
+        {"padding": 1, "dilation": 2},
+    ),
     "im2col": (cupyconv.im2col, (huge(1, 4, 3000, 3000), (1000, 1000)), {}),
     "col2im": (cupyconv.col2im, (huge(1, 10**6, 2001**2), (3000, 3000), (1000, 1000)), {}),
     "max_pool": (cupyconv.max_pool, (huge(1, 64, 10**5, 10**5), 10**5), {}),
@@ -189,6 +201,24 @@ def test_planning_is_asked_a_few_times_for_a_limit_that_is_enough(name, limit, o
     with cupyconv.options(workspace_limit=limit), contextlib.suppress(ValueError):
         cupyconv.explain(function, *arguments, on=on, **named)
     assert 1 <= len(asked) <= 11, asked
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
+@pytest.mark.parametrize("name", ON_NUMPY)
+def test_explain_does_not_grow_with_the_numbers(name, limit):
+    """If a call is refused, `explain` plans again and again for the limit that is enough."""
+    function, arguments, named = ON_NUMPY[name]
+    gc.collect()
+    gc.disable()
+    try:
+        clear_lru_caches()
+        start = time.process_time()
+        with cupyconv.options(workspace_limit=limit), contextlib.suppress(ValueError):
+            cupyconv.explain(function, *arguments, **named)
+        taken = time.process_time() - start
+    finally:
+        gc.enable()
+    assert taken < 6 * MOST * slowness()
 
 
 def slowness(on: str | None = None) -> float:

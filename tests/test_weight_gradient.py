@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -103,6 +104,7 @@ def test_sums_that_do_not_fit_are_kept_for_some_outputs_at_a_time(fresh):
     assert len(plan.steps) > 1 and plan.workspace_bytes <= 40_000
     assert all(b.first_row == a.first_row + a.rows for a, b in pairwise(plan.steps))
     assert sum(step.rows for step in plan.steps) == 64
+    assert [step.seconds for step in plan.steps] == [replace(step).seconds for step in plan.steps]
     assert all(
         f"outputs {step.first_row} to {step.first_row + step.rows} of each" in str(step) for step in plan.steps[1:]
     )

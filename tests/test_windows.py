@@ -21,6 +21,7 @@ from strategies import PADDING_MODES, share_of_examples
 from cupyconv.numpy import windows
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.windows import (
+    FEW_BESIDE,
     INDEX_ARRAYS,
     INDEX_BYTES,
     Block,
@@ -301,6 +302,16 @@ def test_no_more_is_brought_together_than_is_said(small_buffers, seed):
     assert max(together, default=0) <= most
 
 
+@pytest.mark.parametrize("beside", [1, FEW_BESIDE - 1, FEW_BESIDE, 1000])
+@pytest.mark.parametrize("elements", [[0], [2, 0, 0, 1, 2, 2, 0], [0, 4, 4, 4]])
+def test_values_of_the_same_element_are_added(elements, beside):
+    values = np.random.default_rng(0).integers(-9, 10, (beside, len(elements), 1)).astype(np.float32)
+    expected = np.zeros((beside, max(elements) + 1, 1), np.float32)
+    for number, element in enumerate(elements):
+        expected[:, element] += values[:, number]
+    np.testing.assert_array_equal(_together(values, 1, np.array(elements)), expected)
+
+
 @pytest.mark.parametrize("mode", [mode for mode in PADDING_MODES if mode != "constant"])
 def test_a_border_takes_no_more_index_arrays_than_is_said(mode):
     count = 50_000
@@ -408,3 +419,14 @@ def test_what_a_block_reads_is_kept_for_no_less_than_it_takes(monkeypatch, mode,
 def test_no_channels_are_of_no_input():
     (block,) = Blocks(any_case(Random(0)).geometry, (99, 99, 99, 99), 4)
     assert any_case(Random(0)).images.some(slice(1, 1)).tile(block).shape[0] == 0
+
+
+@pytest.mark.parametrize("channels", [1, 2, windows.FEW_CHANNELS, windows.FEW_CHANNELS + 1])
+@pytest.mark.parametrize("pixel", [windows.CLOSE, windows.CLOSE + 1])
+@pytest.mark.parametrize("width", [windows.FEW_CHANNELS - 1, windows.FEW_CHANNELS, 9])
+def test_few_channels_are_copied_to_pixels_with_channels_last(channels, pixel, width):
+    source = np.random.default_rng(0).standard_normal((channels, 2, width)).astype(np.float32)
+    image = np.zeros((2, width, pixel), np.float32)
+    copy(image.transpose(2, 0, 1)[1 : 1 + channels], source)
+    np.testing.assert_array_equal(image[..., 1 : 1 + channels].transpose(2, 0, 1), source)
+    assert not image[..., 0].any() and not image[..., 1 + channels :].any()

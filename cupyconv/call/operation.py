@@ -354,7 +354,7 @@ def _with_note_on_limit(plan: Plan, limit: int) -> Plan:
     needed = buffers + sum(conversion.nbytes for conversion in plan.conversions)
     if needed <= limit:
         return plan
-    note = f"{needed:,} bytes of workspace exceed the limit of {limit:,}: the call cannot run with less"
+    note = f"{needed:,} bytes of workspace exceed the limit of {limit:,}: this method cannot run with less"
     return replace(plan, notes=(*plan.notes, note))
 
 

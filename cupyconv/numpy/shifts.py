@@ -27,6 +27,7 @@ from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.numpy.block_toeplitz import BlockToeplitz
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, temporaries, weight_copy
 from cupyconv.numpy.gemm import IMPLEMENTATIONS as OTHER_PRODUCTS
+from cupyconv.numpy.lines import MAX_TAPS
 from cupyconv.numpy.mec import (
     COLUMNS_BLOCK,
     column_parts,
@@ -66,11 +67,14 @@ class Shifts(ConvLoop):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        """Whether rows that a phase of taps reads are no longer than rows of the result, and row ends read zeros."""
+        """Whether rows that a phase of taps reads are no longer than rows of the result, and row ends read zeros.
+
+        It is not for a large kernel, whose rows would take long to plan.
+        """
         geometry = problem.geometry
         has_zeros = geometry.padding_mode == "constant" or not (geometry.before[2] or geometry.after[2])
         has_rows = geometry.taps > 1 and prod(geometry.out_size[:2]) > 1
-        if not problem.is_one_kind or not has_zeros or not has_rows:
+        if not problem.is_one_kind or not has_zeros or not has_rows or geometry.kernel[2] > MAX_TAPS:
             return False
         return all(row.elements <= geometry.out_size[2] for row in bare_rows(geometry))
 

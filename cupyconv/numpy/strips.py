@@ -157,13 +157,19 @@ class Strip(NamedTuple):
     seconds: float
 
 
+def strip_counts(width: int) -> list[int]:
+    """Return the least number of strips for each width of a strip; more strips of this width take longer."""
+    counts = {max(1, ceil(width / own)) for own in range(NARROWEST, WIDEST + 1)}
+    return sorted(count for count in counts if count <= max(1, width // NARROWEST))
+
+
 @lru_cache(maxsize=64)
 def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
     """Return the strips with the least estimated time, among those that cut a row about evenly."""
     depth, height, width = geometry.out_size
     rows = geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
     least, best = inf, Strip(max(1, width), False, 0, 0.0)
-    for count in range(max(1, ceil(width / WIDEST)), max(1, width // NARROWEST) + 1):
+    for count in strip_counts(width):
         own = max(1, ceil(width / count))
         elements = reach(geometry, 2, own)
         for is_turned, sides in ((False, (elements, own)), (True, (own, elements))):

@@ -29,6 +29,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
 from cupyconv.numpy.group_products import COPIES_BLOCK, ONE_THREAD, GroupProducts, sum_is_finite
+from cupyconv.numpy.lines import MAX_TAPS
 from cupyconv.numpy.toeplitz import reach, strided, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -96,7 +97,8 @@ class ToeplitzRows(GroupProducts):
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
         geometry = problem.geometry
-        return geometry.is_depthwise and problem.is_one_kind and max(geometry.kernel[:2]) > 1
+        is_planned = max(geometry.kernel[:2]) > 1 and geometry.kernel[2] <= MAX_TAPS
+        return is_planned and geometry.is_depthwise and problem.is_one_kind
 
     # Sizes
 

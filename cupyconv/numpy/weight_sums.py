@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -105,7 +106,7 @@ class WeightGradientLoop(PixelLoop):
     def products_work(self) -> float:
         """Estimated time of columns and products for all outputs, in seconds."""
 
-    @property
+    @cached_property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         copied = 0 if self.is_factor(self.block) else prod(problem.grad.shape)
@@ -145,10 +146,8 @@ class WeightGradientLoop(PixelLoop):
         limit = problem.limit if threads > 1 else problem.limit_with(private * rows * row)
         loop = cls.fitted(problem, fixed, limit)
         firsts = range(0, geometry.group_outputs if problem.out.nbytes else 0, rows or 1)
-        loops = [
-            replace(loop, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece)
-            for first in firsts
-        ]
+        first_loop = replace(loop, rows=rows, piece=piece)
+        loops = [first_loop._from_row(first) for first in firsts]
         turns = turns_product(geometry.group_outputs, geometry.reduction, loop.x_dtype)
         is_sum = cls.products_are_summed and loop.blocks == 1 and in_place and not turns
         sizes = {
@@ -157,6 +156,16 @@ class WeightGradientLoop(PixelLoop):
             "blocks": loop.threads * (loop.workspace + loop.index_bytes) if loop.blocks else 0,
         }
         return loops, sizes
+
+    def _from_row(self, first: int) -> Self:
+        """Return the loop for the outputs from `first` on; it shares the estimates, as there may be thousands of loops."""
+        left = self.geometry.group_outputs - first
+        if left < self.rows:
+            return replace(self, first_row=first, rows=left)
+        assert self.seconds >= 0  # estimated before it is copied
+        other = copy(self)
+        object.__setattr__(other, "first_row", first)
+        return other
 
     @cached_property
     def _memory_bytes(self) -> int:

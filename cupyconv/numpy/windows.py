@@ -58,6 +58,9 @@ _CACHED_TAPS = 64
 _CACHED_INDICES = LARGEST // 2
 #: Index arrays that exist at once for a border (elements read, and temporaries to compute them), and bytes of an index.
 INDEX_ARRAYS, INDEX_BYTES = 4, 8
+#: Elements beside one of a border's below which NumPy's slow loop over elements takes less time than Python's loop over
+#: the border: a long border of a small image would take seconds.
+FEW_BESIDE = 64
 #: Distance in bytes of addresses that map to the same set of the L1 cache, and cache lines per set.
 PLACES, LINES_OF_A_PLACE = 4096, 8
 #: Most channels that are copied one by one to an image with channels last, and elements from one of its pixels to the
@@ -382,6 +385,9 @@ def _together(values: np.ndarray, axis: int, elements: np.ndarray) -> np.ndarray
     """Sum the values that belong to the same element along an axis; a function, so that temporaries are freed."""
     together = np.zeros((*values.shape[:axis], int(elements.max()) + 1, *values.shape[axis + 1 :]), values.dtype)
     gathered, spread = np.moveaxis(values, axis, 0), np.moveaxis(together, axis, 0)
+    if prod(gathered.shape[1:]) < FEW_BESIDE:
+        np.add.at(spread, elements, gathered)
+        return together
     for one, index in zip(gathered, elements):
         spread[index] += one
     return together

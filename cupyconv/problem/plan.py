@@ -208,6 +208,8 @@ def going_on(first: Any, second: Any, number: int) -> Any:
 
     Returns None if the two differ in more than positions.
     """
+    if first is second:
+        return first
     if type(first) is not type(second):
         return None
     if isinstance(first, Address):
@@ -216,7 +218,7 @@ def going_on(first: Any, second: Any, number: int) -> Any:
     if isinstance(first, int) and not isinstance(first, bool):
         return first + number * (second - first)
     if isinstance(first, tuple):
-        parts = tuple(going_on(a, b, number) for a, b in zip(first, second))
+        parts = tuple(a if a is b else going_on(a, b, number) for a, b in zip(first, second))
         alike = len(first) == len(second) and all(p is not None or a is None for p, a in zip(parts, first))
         return parts if alike else None
     moving = _MOVING.get(type(first))

@@ -162,7 +162,8 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
         place = places.get(value.buffer)
         return Address(place.buffer, place.offset + value.offset) if place else value
     if isinstance(value, tuple):
-        return tuple(relocated(part, places) for part in value)
+        # Most parts are numbers and names, which have no addresses: they are not worth a call.
+        return tuple(relocated(part, places) if type(part) in _HAVE_ADDRESSES else part for part in value)
     if isinstance(value, KernelLaunch):
         return replace(value, params=relocated(value.params, places))
     if isinstance(value, Rounds):
@@ -176,6 +177,9 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
     if isinstance(value, Transform):
         return replace(value, **{name: relocated(getattr(value, name), places) for name in ("source", "target")})
     return value
+
+
+_HAVE_ADDRESSES = {Address, tuple, KernelLaunch, Rounds, LaunchLoop, Matrix, GemmCall, Transform}
 
 
 def drafted(candidates: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Draft], list[tuple[T, str]]]:
