@@ -64,6 +64,11 @@ def layer(batch, channels, outputs, size, kernel, settings, dtype="float32"):
     return x, weight, dict(settings, method="gemm"), reference.conv([x], weight, **settings)
 
 
+def channels_last(x):
+    """Return a copy with the same axes that is contiguous along the channels."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+
+
 def problem_of(batch, channels, outputs, size, kernel, settings, dtype="float32", threads=1, limit=16 << 20):
     """Return the problem of a layer of `LAYERS`, without arrays."""
     x, weight = array(batch, channels, *size, dtype=dtype), array(outputs, channels, *kernel, dtype=dtype)
@@ -100,8 +105,7 @@ def test_bias_residual_activation_prologue_and_several_inputs(name, last):
     read = np.maximum(x * scale[per_channel] + shift[per_channel], 0)
     y = reference.conv([read], weight, **own)
     residual = rng.integers(-3, 4, y.shape).astype(np.float32)
-    if last:
-        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    x = channels_last(x) if last else x
     given = settings | dict(prologue=(scale, shift, "relu"))
     assert_exact(cupyconv.conv(x, weight, **given), y, "float32")
     expected = np.maximum(y + bias[per_channel] + residual, 0)
@@ -109,12 +113,14 @@ def test_bias_residual_activation_prologue_and_several_inputs(name, last):
     assert_exact(actual, expected, "float32")
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 @pytest.mark.parametrize("where", ["x", "weight"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("name", LAYERS)
-def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, value, where):
+def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, value, where, last):
     """Zeros of the matrix would spread them to the neighbouring outputs of a window."""
     x, weight, settings, _ = layer(*LAYERS[name])
+    x = channels_last(x) if last else x
     spoilt = {"x": x, "weight": weight}[where]
     for place in (0, spoilt.size // 2, spoilt.size - 1):
         before, spoilt.flat[place] = spoilt.flat[place], value
@@ -175,13 +181,25 @@ def test_the_smallest_block_is_a_pixel(name, threads):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("value", [1, np.nan])
-@pytest.mark.parametrize("settings", [{}, dict(activation="gelu"), dict(dtype="float16"), dict(inputs=2)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(activation="gelu"),
+        dict(dtype="float16"),
+        dict(inputs=2),
+        dict(last=True),
+        dict(last=True, activation="mish"),
+    ],
+    ids=str,
+)
 def test_it_takes_the_memory_that_it_says(name, settings, value):
     """A plan counts at least as many bytes as a run allocates, also where sums are computed again, and not much more."""
     settings, (batch, channels, outputs, size, kernel, own) = dict(settings), LAYERS[name]
-    dtype, inputs = settings.pop("dtype", "float32"), settings.pop("inputs", 1)
+    dtype, inputs, last = settings.pop("dtype", "float32"), settings.pop("inputs", 1), settings.pop("last", False)
     size = *size[:-1], 40 * size[-1]
     x, weight, given, _ = layer(batch, 4 * channels, 4 * outputs, size, kernel, own | settings, dtype)
+    x = channels_last(x) if last else x
     xs = np.split(x, inputs, axis=1) if inputs > 1 else x
     vectors = np.ones(x.shape[1], dtype)
     x.flat[x.size // 2] = value
@@ -232,6 +250,23 @@ def test_the_line_and_other_memory_are_counted_apart(name, inputs):
     assert (steps.tile is not None) is (inputs > 1) and steps.image.size == loop._tile_elements
     assert loop.largest_product == prod(steps.windows.shape[1:]) * steps.products.shape[2]
     assert sum(elements.size for elements in steps.beyond) == loop._elements[0] - loop._tile_elements
+
+
+def test_a_result_with_channels_last_is_written_once():
+    """The products are its sums: nothing else is allocated for them, and no price is paid to move the channels."""
+    x, weight, settings, _ = layer(*LAYERS["rows"])
+    first, last = (
+        replace(checked_call(cupyconv.conv, each, weight, **settings).problem, machine=HostModel(1))
+        for each in (x, channels_last(x))
+    )
+    first, last = (BlockToeplitz(problem, (1, 1, 5, 17)) for problem in (first, last))
+    assert first._is_last is False and last._is_last is True and not last.in_place
+    assert last.sums_bytes == 4 * 4 * 5 * 17 and first.sums_bytes == 0
+    moved = first.products_work - last.products_work
+    assert moved == pytest.approx(
+        first._elements[1] * (block_toeplitz.WRITE + 4 * block_toeplitz.WRITE_APART) * first.blocks
+    )
+    assert last.work == last.products_work + last.store_work
 
 
 def test_copies_that_a_prologue_writes_twice_are_counted():

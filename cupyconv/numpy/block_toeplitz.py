@@ -27,7 +27,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.convolution import temporaries
+from cupyconv.numpy.convolution import ConvRun, temporaries
 from cupyconv.numpy.group_products import GroupProducts, sum_is_finite
 from cupyconv.numpy.toeplitz import reach
 from cupyconv.numpy.windows import Block, BlockSize, Images, copy, tile_shape
@@ -160,11 +160,24 @@ class BlockToeplitz(GroupProducts):
     def _group_bytes(self) -> int:
         return self._elements[0] * self.x_dtype.itemsize + self._besides
 
+    @cached_property
+    def _is_last(self) -> bool:
+        """Whether the result has channels last, like the products."""
+        return not self.in_place and self.problem.out.stride_c == 1
+
+    @property
+    def sums_bytes(self) -> int:
+        return super().sums_bytes // (1 + self._is_last)
+
+    @property
+    def work(self) -> float:  # channels are last in any case
+        return self.products_work + self.tile_work + self.store_work
+
     @property
     def products_work(self) -> float:
         (matrices, windows), (read, written) = self._windows(self.block), self._elements
         apart = min(self.geometry.out_channels * cost.width(self.problem.dtype), FAR)
-        moved = read * READ + written * (WRITE + apart * WRITE_APART)
+        moved = read * READ + (written * (WRITE + apart * WRITE_APART) if not self._is_last else 0)
         work = self.blocks * (matrices * self._product(windows, self.outputs) + moved)
         if not self.problem.weight_is_constant:
             work += ARRANGE * self.outputs * prod(self.problem.weight.shape)
@@ -198,15 +211,23 @@ class BlockToeplitz(GroupProducts):
         kernels = weight[:, : self.geometry.span[2] : self.geometry.dilation[2], :, 0]
         return kernels.transpose(0, 3, 2, 1)[:, :, :, None, None]
 
+    def place_of_sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        """Return where a block's sums are stored: for a result with channels last, where the products are written."""
+        return self._views(run.images.scratch, block).sums if self._is_last else super().place_of_sums(run, block)
+
+    def _views(self, scratch: Scratch, block: Block) -> Steps:
+        return scratch.views(self, block.size, BUFFERS, partial(self._steps, scratch, block.size))
+
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        steps = images.scratch.views(self, block.size, BUFFERS, partial(self._steps, images.scratch, block.size))
+        steps = self._views(images.scratch, block)
         for elements in steps.beyond:
             elements.fill(0)
         images.read_tile(block, steps.image if steps.tile is None else steps.tile)
         if steps.tile is not None:
             copy(steps.image, steps.tile)
         np.matmul(steps.windows, weight.reshape(*steps.windows.shape[2:], -1), out=steps.products)
-        sums[...] = steps.sums
+        if not self._is_last:
+            sums[...] = steps.sums
         return sum_is_finite(steps.products[:, :, 0])  # one output of each window
 
     def _steps(self, scratch: Scratch, block: BlockSize) -> Steps:
