@@ -250,6 +250,11 @@ def test_the_line_and_other_memory_are_counted_apart(name, inputs):
     assert (steps.tile is not None) is (inputs > 1) and steps.image.size == loop._tile_elements
     assert loop.largest_product == prod(steps.windows.shape[1:]) * steps.products.shape[2]
     assert sum(elements.size for elements in steps.beyond) == loop._elements[0] - loop._tile_elements
+    # Windows of one matrix do not overlap, there are as few matrices as that takes, and the line ends with the last one.
+    matrices, move = len(steps.windows), loop._move
+    assert (matrices - 1) * move < loop._reach <= matrices * move
+    end = sum((n - 1) * step for n, step in zip(steps.windows.shape, steps.windows.strides)) + steps.windows.itemsize
+    assert scratch.sizes["line"] == max(end, scratch.sizes["line"] - steps.beyond[1].nbytes)
 
 
 def test_a_result_with_channels_last_is_written_once():
@@ -316,6 +321,15 @@ def test_a_long_row_is_cut_and_threads_share_its_parts():
     assert block_toeplitz.LINE_BLOCK * 0.9 < loop._group_bytes < block_toeplitz.LINE_BLOCK * 1.02
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("channels, outputs, stride", [(8, 8, 1), (24, 6, 1), (6, 24, 1), (9, 9, 3), (12, 48, 2)])
+def test_the_line_and_the_products_of_a_block_stay_in_cache(channels, outputs, stride, dtype):
+    problem = problem_of(1, channels, outputs, (400_000,), (9,), dict(stride=stride), dtype)
+    pixels, _ = BlockToeplitz.aim(problem)
+    loop = BlockToeplitz(problem, (1, 1, 1, pixels))
+    assert loop._group_bytes == pytest.approx(block_toeplitz.LINE_BLOCK, rel=0.02)
+
+
 @pytest.mark.parametrize("limit", [60_000, 20_000, 8_000])
 def test_the_limit_holds(limit):
     x, weight, settings, expected = layer(2, 8, 6, (3000,), (5,), dict(padding=2))
@@ -329,7 +343,7 @@ def test_the_estimated_time_counts_what_a_run_does(monkeypatch):
     loop, scratch = BlockToeplitz(problem, (2, 1, 1, 31)), Seen(np.dtype("float32"))
     steps = loop._steps(scratch, loop.block)
 
-    def work(**seconds):
+    def work(**seconds):  # of `loop`
         for constant in ("READ", "WRITE", "WRITE_APART", "BEGIN", "ARRANGE"):
             monkeypatch.setattr(block_toeplitz, constant, seconds.get(constant, 0))
         return loop.products_work
@@ -343,6 +357,11 @@ def test_the_estimated_time_counts_what_a_run_does(monkeypatch):
     assert work(READ=1) == scratch.sizes["line"] // 4 == sum(e.size for e in steps.beyond) + steps.image.size
     assert work(WRITE=1) == steps.products.size
     assert work(WRITE_APART=1) == 4 * steps.products.size
+    double = problem_of(2, 3, 4, (61,), (5,), dict(stride=2, padding=2), "float64")
+    loop = replace(loop, problem=double)
+    assert work(WRITE_APART=1) == 8 * loop._elements[1]
+    monkeypatch.setattr(block_toeplitz, "FAR", 5)
+    assert work(WRITE_APART=1) == 5 * loop._elements[1]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +383,22 @@ def test_long_signals_of_few_channels_take_it(shape, outputs, kernel, dtype, tak
     with cupyconv.options(threads=1, allow_fft=False, allow_winograd=False):
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same")
     assert (type(plan.steps[0]) is BlockToeplitz) is takes
+
+
+def test_moving_several_inputs_takes_the_time_of_a_copy():
+    xs, weight = [array(1, 2, 50) for _ in range(2)], array(3, 4, 5)
+    of_one = problem_of(1, 4, 3, (50,), (5,), dict(padding=2))
+    of_two = replace(checked_call(cupyconv.conv, xs, weight, padding=2).problem, machine=HostModel(1))
+    one, two = (BlockToeplitz(problem, (1, 1, 1, 25)) for problem in (of_one, of_two))
+    copied = block_toeplitz.cost.copied(2 * 4 * (25 + 4), 25, "float32")
+    assert one.tile_work == 0 and two.tile_work == pytest.approx(copied)
+    assert two.work - one.work == pytest.approx(copied)
+
+
+@pytest.mark.parametrize("batch, outputs", [(0, 4), (2, 0)])
+def test_layers_without_samples_or_outputs(batch, outputs):
+    x, weight = np.ones((batch, 3, 50), np.float32), np.ones((outputs, 3, 5), np.float32)
+    assert cupyconv.conv(x, weight, method="gemm").shape == (batch, outputs, 46)
 
 
 def test_several_inputs_take_it_too(monkeypatch):
