@@ -18,8 +18,10 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import max_pool, pool_blocks, pool_windows
+from cupyconv.numpy import max_pool, pool_blocks, pool_search, pooling
+from cupyconv.numpy.pool_search import Search
 from cupyconv.problem import caches
+from cupyconv.problem.passes import MaxPoolGradientProblem
 
 SIZE = 1500
 
@@ -176,19 +178,40 @@ def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
 
 
 @pytest.mark.parametrize("of_any", [
-    test_max_pool.test_every_maximum, test_max_pool.test_where_the_first_of_the_largest_lies,
-    test_max_pool.test_the_gradient_goes_to_the_first_of_the_largest,
-    test_avg_pool.test_every_mean, test_avg_pool.test_means_of_random_numbers, test_avg_pool.test_every_share_of_a_gradient,
+    test_max_pool.test_every_maximum, test_avg_pool.test_every_mean, test_avg_pool.test_means_of_random_numbers,
+    test_avg_pool.test_every_share_of_a_gradient,
 ], ids=lambda test: test.__name__)  # fmt: skip
-@pytest.mark.parametrize("piece", [1, 5])
-def test_pooling_window_by_window(of_any, piece, monkeypatch):
-    """Pooling is done as for few windows of many taps, which are larger than the piece that is searched at once."""
-    monkeypatch.setattr(pool_windows, "PIECE", piece)
-    monkeypatch.setattr(max_pool, "few", lambda windows, taps: True)
+def test_pooling_window_by_window(of_any, monkeypatch):
+    """Pooling is done as for few windows of many taps."""
     monkeypatch.setattr(pool_blocks, "MANY_TAPS", 0)
     forget_calls()
     try:
         of_any(target=numpy_target())
+    finally:
+        forget_calls()
+
+
+@pytest.mark.parametrize("of_any", [
+    test_max_pool.test_where_the_first_of_the_largest_lies, test_max_pool.test_the_gradient_goes_to_the_first_of_the_largest,
+], ids=lambda test: test.__name__)  # fmt: skip
+@pytest.mark.parametrize("limit", [None, 8_000, 1_500])
+@pytest.mark.parametrize("joins, size", [(False, 1), (False, 5), (True, 1), (True, 40), (True, 1 << 15)])
+def test_pooling_by_search(of_any, joins, size, limit, monkeypatch):
+    """Windows are searched as if they had many taps, in one box or several, and the pieces of a box in any size."""
+    candidates = Search.candidates
+
+    def wanted(*arguments):
+        known = [*candidates(*arguments)]
+        return [search for search in known if search.joins == joins] or known
+
+    monkeypatch.setattr(Search, "candidates", wanted)
+    monkeypatch.setattr(pool_search, "SLAB" if joins else "PIECE", size)
+    monkeypatch.setattr(pooling, "PLACES", (max_pool.LargestPlacesBySearch,))
+    monkeypatch.setitem(pooling.STEPS, MaxPoolGradientProblem, (max_pool.MaxPoolGradientBySearch,))
+    forget_calls()
+    try:
+        with cupyconv.options(workspace_limit=limit):
+            of_any(target=numpy_target())
     finally:
         forget_calls()
 
@@ -208,6 +231,68 @@ def test_pooling_of_all_of_an_image_keeps_within_the_limit(size, dtype):
         y, pullback = cupyconv.vjp(function, x, size, **settings)
         grad = y[0] if settings else y
         assert peak_bytes(partial(pullback, grad)) < x.nbytes + (17 << 20)
+
+
+def largest_places(x: np.ndarray, taps: int, padding: int) -> np.ndarray:
+    """Return the index of the first largest element of each window, by one axis after the other, tap by tap."""
+    image = np.pad(x, padding, constant_values=-np.inf)
+    indices = np.pad(np.arange(x.size).reshape(x.shape), padding, constant_values=-1)
+    for axis in (1, 0):
+        outputs = image.shape[axis] - taps + 1
+        here = [np.take(each, range(outputs), axis) for each in (image, indices)]
+        for tap in range(1, taps):
+            there = [np.take(each, range(tap, tap + outputs), axis) for each in (image, indices)]
+            here = [np.where(there[0] > here[0], new, old) for new, old in zip(there, here)]
+        image, indices = here
+    return indices
+
+
+MANY_TAPS = {
+    "one window": ((500, 500), (500, 500), {}),
+    "a hundred rows": ((101, 2004), (100, 1000), dict(stride=(1, 100), padding=(50, 1))),
+    "a window per pixel": ((520, 520), (500, 500), dict(stride=1, padding=250)),
+    "larger windows": ((820, 820), (800, 800), dict(stride=1, padding=400)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "name, threads, limit",
+    [
+        *((name, threads, None) for name in MANY_TAPS for threads in (1, 32, 64)),
+        ("one window", 32, 20_000),
+        ("a hundred rows", 2, 10**6),
+    ],
+)
+def test_no_window_is_searched_for_each_element(name, threads, limit, dtype):
+    """If a thread's share of the workspace was small, or windows were many, this took 25 s to several hours."""
+    size, taps, settings = MANY_TAPS[name]
+    x = np.random.default_rng(0).integers(-9, 10, (1, 1, *size)).astype(dtype)
+    with cupyconv.options(threads=threads, workspace_limit=limit):
+        start = time.process_time()
+        y, pullback = cupyconv.vjp(cupyconv.max_pool, x, taps, **settings)
+        grad = (np.arange(y.size).reshape(y.shape) % 3 - 1).astype(dtype)
+        gradient = pullback(grad).x
+        places = cupyconv.max_pool(x, taps, **settings, return_indices=True)[1]
+        assert time.process_time() - start < 6
+        peak = peak_bytes(lambda: pullback(grad))
+    assert np.array_equal(x.ravel()[places], y)
+    expected = np.zeros(x.size)
+    np.add.at(expected, places.ravel(), grad.ravel())
+    assert np.array_equal(gradient, expected.reshape(x.shape).astype(dtype))
+    assert peak < x.nbytes + (limit or 16 << 20) + 200_000  # and Python's objects
+    if name == "a window per pixel" and threads == 1:
+        assert np.array_equal(places[0, 0], largest_places(x[0, 0].astype(np.float32), 500, 250))
+
+
+@pytest.mark.parametrize("function", [cupyconv.max_pool, cupyconv.avg_pool], ids=lambda function: function.__name__)
+def test_blocks_are_not_smaller_than_what_a_window_reads(function):
+    """Each block once had one window, because a cache did not hold what it reads; it took 80 s."""
+    x = np.ones((1, 1, 820, 820), np.float32)
+    start = time.process_time()
+    y, pullback = cupyconv.vjp(function, x, 800, stride=1, padding=400)
+    pullback(y)
+    assert time.process_time() - start < 8
 
 
 def test_a_long_loop_is_announced():

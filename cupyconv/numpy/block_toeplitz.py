@@ -96,12 +96,12 @@ class BlockToeplitz(GroupProducts):
         product = cost.product(windows, reduction, outputs * geometry.out_channels, self.problem)
         return product + windows * BEGIN
 
-    @property
+    @cached_property
     def _reach(self) -> int:
         """Pixels of a window."""
         return reach(self.geometry, 2, self.outputs)
 
-    @property
+    @cached_property
     def _move(self) -> int:
         """Pixels of the line from one window to the next."""
         return self.outputs * self.geometry.stride[2]
@@ -115,9 +115,9 @@ class BlockToeplitz(GroupProducts):
         matrices = ceil(self._reach / self._move)
         return matrices, ceil(prod(block[:3]) * self._pitch(block[3]) / (self._move * matrices))
 
-    def _line(self, block: BlockSize) -> int:
+    def _line(self, block: BlockSize, windows: tuple[int, int]) -> int:
         """Pixels of the line: all rows, and the last window."""
-        rows, last = prod(block[:3]) * self._pitch(block[3]), (prod(self._windows(block)) - 1) * self._move
+        rows, last = prod(block[:3]) * self._pitch(block[3]), (prod(windows) - 1) * self._move
         return max(rows, last + self._reach)
 
     @property
@@ -139,12 +139,12 @@ class BlockToeplitz(GroupProducts):
     def _tile_elements(self) -> int:
         return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block))
 
-    @property
+    @cached_property
     def _elements(self) -> tuple[int, int]:
         """Elements of the line, and of the products."""
-        geometry = self.geometry
-        products = prod(self._windows(self.block)) * self.outputs * geometry.out_channels
-        return self._line(self.block) * geometry.in_channels, products
+        geometry, windows = self.geometry, self._windows(self.block)
+        products = prod(windows) * self.outputs * geometry.out_channels
+        return self._line(self.block, windows) * geometry.in_channels, products
 
     @property
     def _besides(self) -> int:
@@ -233,7 +233,7 @@ class BlockToeplitz(GroupProducts):
     def _steps(self, scratch: Scratch, block: BlockSize) -> Steps:
         geometry, pitch, reached = self.geometry, self._pitch(block[3]), reach(self.geometry, 2, block[3])
         channels, outputs, (matrices, windows) = geometry.in_channels, geometry.out_channels, self._windows(block)
-        line = scratch.array("line", (self._line(block), channels))
+        line = scratch.array("line", (self._line(block, (matrices, windows)), channels))
         rows = prod(block[:3]) * pitch
         by_row = line[:rows].reshape(*block[:3], pitch, channels)
         move = self._move * line.strides[0]

@@ -31,6 +31,9 @@ from cupyconv.problem.passes import PoolingProblem
 #: Most bytes that a block touches, so that they stay in a core's L2 cache.  With smaller blocks, calls are so short
 #: that threads wait for each other's calls.
 BLOCK_BYTES = 2 << 20
+#: A block may touch this many times as much as the smallest one, whatever the cache: its parts would read almost all of
+#: it again.
+_REACH = 8
 #: Slices along an axis, over all its blocks and taps, up to which they are computed in advance: more would take
 #: megabytes.
 _CACHED_SLICES = 4096
@@ -61,17 +64,27 @@ class PoolingStep(NumpyStep):
     @classmethod
     def of(cls, problem: PoolingProblem) -> Self:
         """Plan a step with the largest blocks that stay in cache and within the workspace limit."""
-        x, (out,), limit = problem.inputs[0], problem.outs, problem.limit
+        x, (out,) = problem.inputs[0], problem.outs
+        by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
+        return cls(problem).with_largest_block(out.shape, by_distance)
+
+    def with_largest_block(self, shape: Sequence[int], axes: Sequence[int]) -> Self:
+        """This step with the largest block, of up to `shape`, and as many threads as have enough work and workspace.
+
+        The block grows along the axes in the given order, from one element.
+        """
+        problem, limit = self.problem, self.problem.limit
         all_threads = problem.host.threads  # as the caller requested, or an upper bound
         if problem.host.most:
-            all_threads = cls.worth_waking(problem)
+            all_threads = self.worth_waking(problem)
+        all_threads = max(1, min(all_threads, limit // (self.workspace or 1)))
+        most = max(BLOCK_BYTES // ITEMSIZE[self.dtype], _REACH * self.touched)
 
         def fits(block: Block) -> bool:
-            step = cls(problem, block, all_threads)
-            return step.touched * ITEMSIZE[step.dtype] <= BLOCK_BYTES and step.workspace <= limit
+            step = replace(self, block=block, threads=all_threads)
+            return step.touched <= most and step.workspace <= limit
 
-        by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
-        step = cls(problem, _largest_block(out.shape, by_distance, fits))
+        step = replace(self, block=largest_block(shape, axes, fits))
         threads = max(1, min(all_threads, step.blocks, limit // (step.workspace or 1)))
         step = replace(step, threads=threads)
         if step.workspace > limit:
@@ -137,7 +150,7 @@ class PoolingStep(NumpyStep):
 
         def run(arrays: Mapping[str, Any]) -> None:
             images = [five_axes(arrays[name]) for name in names]
-            scratch = Scratch(dtype, self.blocks)
+            scratch = Scratch(dtype, self.turns)
 
             def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
                 return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(places)
@@ -174,7 +187,7 @@ class PoolingStep(NumpyStep):
         raise NotImplementedError
 
 
-def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool]) -> Block:
+def largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool]) -> Block:
     """The largest block that fits: whole axes in the given order, then part of one, and single steps of the rest."""
 
     def with_part(axis: int, part: int) -> Block:

@@ -57,9 +57,7 @@ class Elements(NamedTuple):
 
     @classmethod
     def of(cls, windows: Windows, axis: int, elements: range, by_window: bool) -> Elements:
-        stride, before = windows.stride[axis], windows.before[axis]
-        first = max(0, -((windows.span[axis] - 1 - before - elements.start) // stride))
-        over = range(first, max(first, min(windows.out_size[axis], (elements[-1] + before) // stride + 1)))
+        stride, over = windows.stride[axis], windows_over(windows, axis, elements)
         read = elements_read(windows, axis, over) if over else slice(0, 0)
         slices = slice(elements.start, elements.stop), slice(over.start, over.stop), read
         if by_window:
@@ -81,16 +79,14 @@ class Elements(NamedTuple):
         )
 
 
-def few(windows: int, taps: int) -> bool:
-    """Whether searching each window for its largest element is faster than comparing every tap."""
-    return 4 * windows < taps
+def first_largest(elements: np.ndarray, dtype: np.dtype, piece_size: int) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The largest number per sample and channel, or NaN, and the position of its first occurrence along each axis.
 
-
-def first_largest(elements: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The largest number per sample and channel, or NaN, and the position of its first occurrence along each axis."""
+    At most `piece_size` elements are searched at once.
+    """
     best = place = np.zeros(elements.shape[:2], np.intp)
     before = 0
-    for piece in pieces(elements.shape[2:]):
+    for piece in pieces(elements.shape[2:], piece_size):
         flat = elements[everywhere(piece)].reshape(*elements.shape[:2], -1).astype(dtype, copy=False)
         first = flat.argmax(-1)
         largest = np.take_along_axis(flat, first[..., None], -1)[..., 0]
@@ -100,14 +96,14 @@ def first_largest(elements: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, tu
     return best, np.unravel_index(place, elements.shape[2:])
 
 
-def pieces(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes of at most `PIECE` elements that follow one another in C order."""
+def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Yield boxes of at most `most` elements that follow one another in C order."""
     inner = prod(shape[1:])
-    if inner > PIECE:
+    if inner > most:
         for at in range(shape[0]):
-            yield from ((slice(at, at + 1), *rest) for rest in pieces(shape[1:]))
+            yield from ((slice(at, at + 1), *rest) for rest in pieces(shape[1:], most))
         return
-    step = PIECE // inner
+    step = most // inner
     for at in range(0, shape[0], step):
         yield slice(at, at + step), *(slice(0, extent) for extent in shape[1:])
 
@@ -128,6 +124,13 @@ def most_windows(windows: Windows, elements: Sequence[int]) -> list[int]:
     ]
 
 
+def windows_over(windows: Windows, axis: int, elements: range) -> range:
+    """The windows along an axis that overlap a run of elements."""
+    stride, before = windows.stride[axis], windows.before[axis]
+    first = max(0, -((windows.span[axis] - 1 - before - elements.start) // stride))
+    return range(first, max(first, min(windows.out_size[axis], (elements[-1] + before) // stride + 1)))
+
+
 def elements_read(windows: Windows, axis: int, outputs: range) -> slice:
     """The elements along an axis that the windows of `outputs` span."""
     stride, before, size = windows.stride[axis], windows.before[axis], windows.size[axis]
@@ -145,6 +148,14 @@ def each_window(windows: Windows, axis: int, outputs: range, read: slice) -> tup
     taps, size, nothing = range(windows.kernel[axis]), read.stop - read.start, (slice(0, 0), slice(0, 0, 1))
     starts = [output * windows.stride[axis] - windows.before[axis] - read.start for output in outputs]
     return tuple((elements_inside(taps, size, windows.dilation[axis], start) or nothing)[1] for start in starts)
+
+
+def first_elements(windows: Windows, axis: int, outputs: range) -> np.ndarray:
+    """The first element along an axis that each window reads; -1 if it reads nothing but padding."""
+    start = np.arange(outputs.start, outputs.stop) * windows.stride[axis] - windows.before[axis]
+    first = np.maximum(start, start % windows.dilation[axis])
+    first[first >= np.minimum(start + windows.span[axis], windows.size[axis])] = -1
+    return first
 
 
 def elements_inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice, slice] | None:
