@@ -18,7 +18,21 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from strategies import share_of_examples
 from targets import Target, gpu_target
-from test_any_call import ARRAYS, DIFFERENTIABLE, any_call, assert_as_expected, expected_of, held, like, refused, run
+from test_any_call import (
+    ARRAYS,
+    DIFFERENTIABLE,
+    all_arrays,
+    any_call,
+    any_grads,
+    assert_as_expected,
+    assert_gradients,
+    assert_written,
+    expected_gradients,
+    expected_of,
+    held,
+    refused,
+    run,
+)
 
 import cupyconv
 from cupyconv import ConvLayer
@@ -30,8 +44,8 @@ OPERATIONS = sorted(function.__name__ for function in _OPERATIONS)
 #: Parameters that accept arrays; another value that looks like an array stays on the host.
 GIVEN_BY = ARRAYS | {"layers", "prologue"}
 
-#: Refusals that only NumPy has, because no GPU has such arrays: read-only ones, and numbers of the other byte order.
-OF_NUMPY_ALONE = re.compile(r"read-only|dtype >")
+#: Refusals of one backend: no GPU has read-only arrays or another byte order; a method or a fusion may apply on one only.
+OF_ONE_BACKEND = re.compile(r"read-only|dtype >|does not apply")
 
 
 def on_device(target: Target, arguments: Arguments) -> Arguments:
@@ -66,18 +80,6 @@ def on_host(target: Target, result: Any) -> Any:
     return None if result is None else target.to_host(result)
 
 
-def all_arrays(value: Any) -> list[Any]:
-    """Return all arrays of a result, or of `out`, in a flat list."""
-    if isinstance(value, (list, tuple)):
-        return [array for one in value for array in all_arrays(one)]
-    return [] if value is None else [value]
-
-
-def first_of(name: str, arguments: Arguments, result: Any) -> Any:
-    """Return what `run` returns of a result: no states and no indices."""
-    return result[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else result
-
-
 def test_arrays_are_laid_out_alike(cuda_target):
     for array in (
         np.arange(6.0),
@@ -107,7 +109,7 @@ def test_any_call(name, cuda_target, random):
     explained = refused(name, lambda: plans.append(cupyconv.explain(function, **there)))
     assert (explained is None) == (refusal is None), (explained, refusal)
     refusal_of_numpy = refused(name, lambda: on_numpy.append(run(name, arguments)))
-    if "method" not in arguments and not OF_NUMPY_ALONE.search(refusal_of_numpy or ""):
+    if not OF_ONE_BACKEND.search(f"{refusal_of_numpy} {refusal}"):
         assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
     if refusal is not None:
         assert held(there) == before, "a refused call has written something"
@@ -116,10 +118,10 @@ def test_any_call(name, cuda_target, random):
     new = sum(array.nbytes for array in all_arrays(results[0]) if all(array is not one for one in given))
     lengths = 8 * len(arguments["lengths"]) if arguments.get("lengths") is not None else 0  # a copy on the device
     assert peak <= new + lengths + plans[0].workspace_bytes, "more memory than was explained"
-    actual, expected = on_host(cuda_target, first_of(name, arguments, results[0])), expected_of(name, arguments)
-    for wanted in ([] if expected is None else [expected], on_numpy):
-        for one in wanted:
-            assert_as_expected(actual, one)
+    actual, expected = on_host(cuda_target, results[0]), expected_of(name, arguments)
+    for wanted in (expected, *on_numpy):
+        assert_as_expected(actual, wanted)
+    assert_written(on_host(cuda_target, given), expected)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -138,7 +140,7 @@ def test_any_gradient_of_cupys(name, random):
 
 
 def gradients_are_numpys(target: Target, name: str, random: Random) -> None:
-    """Check that values and gradients equal NumPy's, or both are refused, and that no argument changes."""
+    """Check that values and gradients are NumPy's and the reference's, or all are refused; no argument may change."""
     arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
     there, function, on_numpy, results = on_device(target, arguments), getattr(cupyconv, name), [], []
     before = held(there)
@@ -147,13 +149,12 @@ def gradients_are_numpys(target: Target, name: str, random: Random) -> None:
     assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
     if refusal is None:
         (value, pullback), (value_of_numpy, pullback_of_numpy) = results[0], on_numpy[0]
-        value, value_of_numpy = (first_of(name, arguments, one) for one in (value, value_of_numpy))
         assert_as_expected(on_host(target, value), value_of_numpy)
-        grad = like(value_of_numpy)
-        gradients = pullback(moved(target, grad))
-        for one, other in zip(gradients, pullback_of_numpy(grad)):
-            assert (one is None) == (other is None)
-            assert_as_expected(on_host(target, one), other)
+        grads = any_grads(random, name, arguments, value_of_numpy)
+        gradients = pullback(*moved(target, grads))
+        gradients = gradients._replace(**{field: on_host(target, one) for field, one in gradients._asdict().items()})
+        for wanted in (pullback_of_numpy(*grads)._asdict(), expected_gradients(name, arguments, grads)):
+            assert_gradients(gradients, wanted)
     assert held(there) == before, "an argument has changed"
 
 
@@ -168,9 +169,9 @@ def test_any_call_of_cupys(name, random):
     there, on_numpy, results = on_device(target, arguments), [], []
     refusal = refused(name, lambda: results.append(function(**there)))
     refusal_of_numpy = refused(name, lambda: on_numpy.append(run(name, arguments)))
-    if "method" not in arguments and not OF_NUMPY_ALONE.search(refusal_of_numpy or ""):
+    if not OF_ONE_BACKEND.search(f"{refusal_of_numpy} {refusal}"):
         assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
     if refusal is None:
-        actual = on_host(target, first_of(name, arguments, results[0]))
+        actual = on_host(target, results[0])
         for wanted in on_numpy:
             assert_as_expected(actual, wanted)
