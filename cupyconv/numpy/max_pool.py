@@ -59,11 +59,33 @@ class MaxPool(Reduction):
         return image, largest
 
 
-class LargestPlaces(MaxPool):
-    """The largest element of every window, and its position, tap by tap."""
+class _TapByTap(PoolingStep):
+    """A loop over blocks that visits every tap."""
 
     def by_window(self, axis: int) -> bool:
         return False
+
+    @property
+    def turns(self) -> int:
+        return self.blocks * self.problem.windows.taps
+
+    @property
+    def calls(self) -> float:
+        return self.turns * _TAP_CALLS
+
+    @property
+    def seconds(self) -> float:
+        of_block = self.problem.windows.taps * _TAP_CALLS * cost.CALL + self.block_seconds
+        return -(-self.blocks // self.threads) * of_block
+
+    @property
+    def block_seconds(self) -> float:
+        """Seconds that NumPy computes for a block."""
+        raise NotImplementedError
+
+
+class LargestPlaces(_TapByTap, MaxPool):
+    """The largest element of every window, and its position, tap by tap."""
 
     @property
     def touched(self) -> int:
@@ -80,18 +102,8 @@ class LargestPlaces(MaxPool):
         return prod(most_read(self.problem.windows, self.block[2:])) * -(-8 // ITEMSIZE[self.dtype])
 
     @property
-    def turns(self) -> int:
-        return self.blocks * self.problem.windows.taps
-
-    @property
-    def calls(self) -> float:
-        return self.turns * _TAP_CALLS
-
-    @property
-    def seconds(self) -> float:
-        taps = self.problem.windows.taps
-        of_block = taps * _TAP_CALLS * cost.CALL + prod(self.block) * (_REDUCED + taps * _COMPARED)
-        return -(-self.blocks // self.threads) * of_block
+    def block_seconds(self) -> float:
+        return prod(self.block) * (_REDUCED + self.problem.windows.taps * _COMPARED)
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
         image, largest = self.largest(dtype, new, images, parts)
@@ -192,11 +204,8 @@ class LargestPlacesBySearch(Searching):
         out[...], indices[...] = self.search.found(parts, x, dtype, new)
 
 
-class MaxPoolGradient(Adjoint):
+class MaxPoolGradient(_TapByTap, Adjoint):
     """The gradient of each window, added to its largest element tap by tap."""
-
-    def by_window(self, axis: int) -> bool:
-        return False
 
     @property
     def temporaries(self) -> tuple[int, int]:
@@ -210,18 +219,9 @@ class MaxPoolGradient(Adjoint):
         return 2 * prod(over) + copies * self.widened, 2 * prod(over)
 
     @property
-    def turns(self) -> int:
-        return self.blocks * self.problem.windows.taps
-
-    @property
-    def calls(self) -> float:
-        return self.turns * _TAP_CALLS
-
-    @property
-    def seconds(self) -> float:
-        windows = prod(self.block[:2]) * prod(most_windows(self.problem.windows, self.block[2:]))
-        of_block = self.problem.windows.taps * (_TAP_CALLS * cost.CALL + windows * _RECEIVED)
-        return -(-self.blocks // self.threads) * of_block
+    def block_seconds(self) -> float:
+        windows = self.problem.windows
+        return prod(self.block[:2]) * prod(most_windows(windows, self.block[2:])) * windows.taps * _RECEIVED
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Elements]) -> None:
         x, y, grad, out = images
