@@ -42,6 +42,11 @@ echo 3.14.0t 2.5.0 3999 1 30 >>"$CUPYCONV_RUNS"
 exit 1
 """
 
+# A part's Python, which prints its arguments.
+PRETENDED_RUN = """#!/bin/sh
+echo "ran: $*"
+"""
+
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
@@ -80,6 +85,29 @@ def test_the_table_has_every_run(tmp_path):
         ["pythons", "3.14.0t", "2.5.0", "3999", "1", "30"],
     ]
     assert (night.returncode, night.stderr) == (1, "== failed: pythons\n")
+
+
+@needs_bash
+def test_sanitizers_run_every_test_and_thousands_of_calls(tmp_path):
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / ".venv").mkdir()
+    script(tmp_path / ".venv" / "bin" / "python", PRETENDED_RUN)
+    parts = [f"{sanitizer}{calls}" for sanitizer in ("asan", "ubsan") for calls in ("", "-calls")]
+    night = subprocess.run([tmp_path / ".ci" / "nightly", *parts], capture_output=True, text=True)
+    ran = [line.split()[3:] for line in night.stdout.splitlines() if line.startswith("ran: ")]
+    calls = ["tests/test_any_call_on_cuda.py", "--nightly", "-m", "host_device"]
+    assert ran == [["asan"], ["asan", *calls], ["ubsan"], ["ubsan", *calls]]
+    assert (night.returncode, night.stderr) == (0, "")
+
+
+@needs_bash
+def test_all_parts_end_within_a_day():
+    nightly = ROOT / ".ci" / "nightly"
+    unknown = subprocess.run([nightly, "unknown"], capture_output=True, text=True)
+    listed = re.findall(r"parts=\((.*?)\n\)", nightly.read_text("utf-8"), re.DOTALL)[0]
+    hours = dict(re.findall(r"(\S+):(\d+)", listed))
+    assert sum(map(int, hours.values())) <= 24
+    assert unknown.returncode == 2 and unknown.stderr == f"no part unknown, there are: {' '.join(hours)}\n"
 
 
 @needs_bash
