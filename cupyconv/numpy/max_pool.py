@@ -138,10 +138,16 @@ class Searching(PoolingStep):
         itemsize = ITEMSIZE[accumulator(problem.inputs[0].dtype)]
         strides = problem.inputs[0].strides
         planes = sorted((0, 1), key=lambda axis: abs(strides[axis]))
-        steps = []
+        steps: list[Self] = []
+        refusals = []
         for search in Search.candidates(problem.windows, itemsize, cls.room(problem, itemsize)):
             step = cls(problem, search=search)
-            steps.append(step.with_largest_block(step.largest_shape, (4, 3, 2, *planes)))
+            try:
+                steps.append(step.with_largest_block(step.largest_shape, (4, 3, 2, *planes)))
+            except ValueError as refusal:  # a smaller box may fit
+                refusals.append(str(refusal))
+        if not steps:
+            raise ValueError(refusals[-1])
         return min(steps, key=attrgetter("seconds"))
 
     @classmethod
