@@ -147,18 +147,14 @@ class BlockToeplitz(GroupProducts):
         return self._line(self.block, windows) * geometry.in_channels, products
 
     @property
-    def _besides(self) -> int:
-        """Bytes of the products, of the tile, and of temporary copies."""
-        tiles = self.has_tile + temporaries(self.geometry, self.problem.prologue)
-        return (self._elements[1] + tiles * self._tile_elements) * self.x_dtype.itemsize
-
-    @property
     def extra_bytes(self) -> int:
         return super().workspace - self._elements[0] * self.x_dtype.itemsize
 
     @property
     def _group_bytes(self) -> int:
-        return self._elements[0] * self.x_dtype.itemsize + self._besides
+        """Bytes of the line, of the products, of the tile, and of temporary copies."""
+        tiles = self.has_tile + temporaries(self.geometry, self.problem.prologue)
+        return (sum(self._elements) + tiles * self._tile_elements) * self.x_dtype.itemsize
 
     @cached_property
     def _is_last(self) -> bool:

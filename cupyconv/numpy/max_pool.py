@@ -23,7 +23,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.pool_blocks import Adjoint, NewArray, PoolingStep, Reduction, in_dtype, windows_are_apart
-from cupyconv.numpy.pool_search import Search
+from cupyconv.numpy.pool_search import Search, indices_along
 from cupyconv.numpy.pool_windows import Elements, Outputs, everywhere, most_read, most_windows, pieces, windows_over
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ranges_of
@@ -107,12 +107,10 @@ class LargestPlaces(_TapByTap, MaxPool):
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
         image, largest = self.largest(dtype, new, images, parts)
-        height, width = images[0].shape[3:]
         places = new("places", (1, 1, *(part.read.stop - part.read.start for part in parts)), np.dtype(np.int64))
         places[...] = 0
-        for axis, (run, step) in enumerate(zip([part.read for part in parts], (height * width, width, 1))):
-            along = np.arange(run.start * step, run.stop * step, step).reshape(-1, *(1,) * (2 - axis))
-            places += along
+        for axis, part in enumerate(parts):
+            places += indices_along(self.problem.windows, axis, part.read)
         indices = images[2][everywhere([part.out for part in parts])]
         indices.fill(-1)
         hit = new("hit", largest.shape, np.dtype(bool))

@@ -132,7 +132,7 @@ class Search:
     def calls(self) -> int:
         """NumPy calls for a box."""
         if self.joins:
-            passes = max(map(joins, self.windows.kernel))
+            passes = max(map(passes_of, self.windows.kernel))
             return self.turns * (_JOIN_CALLS * passes + _SLAB_CALLS)
         return self.turns * (_PIECE_CALLS * -(-self.windows.taps // self.piece) + _WINDOW_CALLS)
 
@@ -142,7 +142,7 @@ class Search:
         if not self.joins:
             return prod(self.box) * self.windows.taps * _SEARCHED
         kernel = self.windows.kernel
-        return sum(length * lines * (1 + joins(kernel[axis])) for axis, length, lines in self.stages) * _JOINED
+        return sum(length * lines * (1 + passes_of(kernel[axis])) for axis, length, lines in self.stages) * _JOINED
 
     def found(
         self, outputs: Sequence[range], x: np.ndarray, dtype: np.dtype, new: NewArray
@@ -235,7 +235,7 @@ class _Line(NamedTuple):
         self, largest: np.ndarray, indices: np.ndarray, dtype: np.dtype, new: NewArray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Numbers with -inf for the padding, and indices with that along this axis."""
-        axis, step = self.axis, _index_steps(self.windows)[self.axis]
+        axis = self.axis
         count, before = largest.shape[2 + axis], max(0, min(self.read.start - self.start, self.length))
         padded, places = self._arrays(
             1, (*largest.shape[: 2 + axis], self.length, *largest.shape[3 + axis :]), dtype, new
@@ -243,8 +243,9 @@ class _Line(NamedTuple):
         inside, after = on_axis(axis, slice(before, before + count)), on_axis(axis, slice(before + count, None))
         padded[on_axis(axis, slice(0, before))] = padded[after] = -inf
         padded[inside] = largest
-        along = np.arange(self.read.start * step, self.read.stop * step, step).reshape(-1, *(1,) * (2 - axis))
-        np.add(indices, along, out=places[inside])  # those of padding are never used
+        np.add(
+            indices, indices_along(self.windows, axis, self.read), out=places[inside]
+        )  # those of padding stay unused
         return padded, places
 
     @staticmethod
@@ -257,7 +258,7 @@ def is_joined(windows: Windows, axis: int) -> bool:
     return windows.size[axis] + windows.before[axis] > 1 or windows.reached[axis] > 1
 
 
-def joins(taps: int) -> int:
+def passes_of(taps: int) -> int:
     """How many joins of two runs of taps make one run of all."""
     return (taps - 1).bit_length()
 
@@ -266,6 +267,12 @@ def _index_steps(windows: Windows) -> Triple:
     """How far neighbours along each axis are apart in a plane."""
     _, height, width = windows.size
     return height * width, width, 1
+
+
+def indices_along(windows: Windows, axis: int, run: slice) -> np.ndarray:
+    """What the position along an axis adds to the index of an element in its plane, to broadcast with three axes."""
+    step = _index_steps(windows)[axis]
+    return np.arange(run.start * step, run.stop * step, step).reshape(-1, *(1,) * (2 - axis))
 
 
 def _slabs(shape: Sequence[int], axis: int, lines: int) -> Iterator[Any]:

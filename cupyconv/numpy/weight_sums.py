@@ -162,7 +162,7 @@ class WeightGradientLoop(PixelLoop):
         left = self.geometry.group_outputs - first
         if left < self.rows:
             return replace(self, first_row=first, rows=left)
-        assert self.seconds >= 0  # estimated before it is copied
+        _ = self.seconds, self.work  # computed before they are copied
         other = copy(self)
         object.__setattr__(other, "first_row", first)
         return other
