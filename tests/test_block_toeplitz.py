@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from integer_arrays import integers
+from not_numbers import assert_memory_does_not_matter, assert_they_land_where_defined
 from peak_memory import OF_EINSUM, peak_bytes
 from plans import array
 from refusals import smallest_block
@@ -121,28 +122,15 @@ def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, va
     """Zeros of the matrix would spread them to the neighbouring outputs of a window."""
     x, weight, settings, _ = layer(*LAYERS[name])
     x = channels_last(x) if last else x
-    spoilt = {"x": x, "weight": weight}[where]
-    for place in (0, spoilt.size // 2, spoilt.size - 1):
-        before, spoilt.flat[place] = spoilt.flat[place], value
-        with np.errstate(invalid="ignore"):
-            expected = reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
-        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
-        spoilt.flat[place] = before
+    assert_they_land_where_defined(x, weight, settings, where, value)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_finite_sums_are_not_computed_again(name, monkeypatch):
     """Elements of the memory that belong to no pixel are zeros, even if they were not numbers before."""
     monkeypatch.delattr(group_products, "sum_windows")
-    cupyconv.clear_caches()
     x, weight, settings, expected = layer(*LAYERS[name])
-    for _ in range(3):
-        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
-        for buffers in list(backend.cached_scratch(x.dtype)._all.values()):
-            for key, memory in list(buffers.items()):
-                if type(key) is str:
-                    memory.fill(255)  # not a number
-    cupyconv.clear_caches()
+    assert_memory_does_not_matter(x, weight, settings, expected)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import reference
 from hypothesis import given
 from integer_arrays import integers
+from not_numbers import assert_memory_does_not_matter, assert_they_land_where_defined
 from peak_memory import peak_bytes
 from plans import array
 from refusals import smallest_block
@@ -149,13 +150,7 @@ def test_bias_residual_activation_prologue_and_several_inputs(name, last):
 def test_values_that_are_not_finite_land_where_the_definition_puts_them(name, value, where):
     """Neither zeros of the matrix nor the next row of pixels spread them, and times padding they are NaN."""
     x, weight, settings, _ = layer(*LAYERS[name])
-    spoilt = {"x": x, "weight": weight}[where]
-    for place in (0, spoilt.size // 2, spoilt.size - 1):
-        before, spoilt.flat[place] = spoilt.flat[place], value
-        with np.errstate(invalid="ignore"):
-            expected = reference.conv([x], weight, **{k: v for k, v in settings.items() if k != "method"})
-        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
-        spoilt.flat[place] = before
+    assert_they_land_where_defined(x, weight, settings, where, value)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -191,15 +186,8 @@ def test_weights_whose_squares_are_too_large_are_right_too():
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_memory_may_have_held_anything_before(name):
     """Other loops use the same memory: elements that nothing writes in this call are not read, or set to zero."""
-    cupyconv.clear_caches()
     x, weight, settings, expected = layer(*LAYERS[name])
-    for _ in range(3):
-        np.testing.assert_array_equal(cupyconv.conv(x, weight, **settings), expected)
-        for buffers in list(backend.cached_scratch(x.dtype)._all.values()):
-            for key, memory in list(buffers.items()):
-                if type(key) is str:
-                    memory.fill(255)  # not a number
-    cupyconv.clear_caches()
+    assert_memory_does_not_matter(x, weight, settings, expected)
 
 
 @pytest.mark.parametrize("limit", [40_000, 20_000, 12_000])
